@@ -38,6 +38,8 @@ class SlotRecord(msgspec.Struct, frozen=True, array_like=True):
     """When its owner failed or left."""
     cause: int = 0
     """The fact that says so."""
+    opened_after: int = 0
+    """The revision at which it was opened: later facts about the end of its job concern it."""
 
 
 class SlotContents(msgspec.Struct, frozen=True):

@@ -154,8 +154,9 @@ class SlotService:
 
     async def _open(self, request: OpenSlots, call: Call) -> Decision[OpenedSlots]:
         self._check(request, call)
-        await self._bus.ask(ConfirmWorker(request.job, request.worker_id, request.incarnation))
         await self._ready()
+        opened_after = self._bus.ledger.revision
+        await self._bus.ask(ConfirmWorker(request.job, request.worker_id, request.incarnation))
         holder, is_trusted = call.principal.holder, self._port.is_trusted(call.principal)
         present = self.table.newest_of(request.job, request.worker_id, request.incarnation)
         if present and all(
@@ -178,6 +179,7 @@ class SlotService:
                 is_trusted,
                 holder,
                 now,
+                opened_after=opened_after,
             )
             for _ in range(SLOTS_PER_WORKER)
         ]
@@ -281,7 +283,8 @@ class SlotService:
 
         def is_ended(slot: SlotRecord) -> bool:
             if worker_id is None:
-                return True
+                # The job may have been reopened since, and its new workers may have opened slots.
+                return slot.opened_after < record.id
             # Another process may have the name by now.
             return slot.worker_id == worker_id and not self._port.is_registered(job, worker_id, slot.incarnation)
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,14 +32,14 @@ from forged.checkpoint.saving.background import SaveHandle
 from forged.checkpoint.storage import listing
 from forged.checkpoint.storage.local import LocalStorage
 from forged.client import ForgedClient
-from forged.elastic.messages import EvictWorker, WorkerFailed
+from forged.elastic.messages import EvictWorker, JobAborted, WorkerFailed
 from forged.errors import ForgedError, RequestRefused
 from forged.host.local_agent import LocalHeldSlots, LocalHostAgent
 from forged.host.messages import ListSlots, OpenedSlots, OpenSlots, SaveSlots, SlotPage
 from forged.host.model import SavedSlots, SlotContents, SlotOwner, StagedCheckpoint
 from forged.host.slot_saves import GIVEN_UP_AFTER, HOLDS_MAX
 from forged.jobs.model import RemoveJob
-from forged.kernel.messages import Fact, Request
+from forged.kernel.messages import Fact, Record, Request
 from forged.retry import RetryPolicy
 from forged.worker import host_slots
 from forged.worker.errors import StepAborted
@@ -727,6 +728,23 @@ async def test_save_on_a_file_system_that_hangs_is_given_up_and_tried_again_when
             with suppress(ForgedError):
                 is_saved = (await client.request(request)).is_saved
     check(storage, staging.kept[-1])
+    await group.finish(*NAMES)
+
+
+async def test_slots_that_were_opened_after_the_job_was_reopened_do_not_end_with_it(
+    runner: DaemonRunner, group: TrainerGroup, client: ForgedClient, storage: LocalStorage
+) -> None:
+    """The fact that the job was aborted is handled late."""
+    service = runner.daemon.slots
+    staging = await start(group, storage)
+    staging.wanted = ["keep"]
+    await staging.until(group, 2)
+    opened_after = {slot.opened_after for slot in service.table.records.values()}
+    aborted = partial(Record.of, JobAborted("for the test", 1), at=1.0, job=JOB)
+    service._ended(aborted(fact_id=min(opened_after)))
+    assert {slot.owner for slot in service.table.records.values()} == {SlotOwner.PRESENT}
+    service._ended(aborted(fact_id=max(opened_after) + 1))
+    assert {slot.owner for slot in service.table.records.values()} == {SlotOwner.FAILED}
     await group.finish(*NAMES)
 
 
