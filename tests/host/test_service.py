@@ -203,10 +203,12 @@ async def test_failed_worker_leaves_an_emergency_checkpoint(
     group: TrainerGroup, client: ForgedClient, storage: LocalStorage
 ) -> None:
     staging = await start(group, storage)
-    staging.wanted = ["save", "keep", "keep"]
-    await staging.until(group, 6)
+    staging.wanted = ["save"]
+    await staging.until(group, 2)
     for handle in staging.handles:
         await handle.committed()
+    staging.wanted = ["keep", "keep"]
+    await staging.until(group, 6)
     await client.request(EvictWorker(JOB, "b", "for the test"))
     [saved] = await emergencies(client, 1)
     step = staging.kept[-1]
