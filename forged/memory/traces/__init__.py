@@ -1,0 +1,30 @@
+"""Memory traces: the lifetimes of buffers, replayed against a pool, and planned when all of them are known."""
+
+from forged.memory.traces.errors import (
+    FitUnknown,
+    TraceDoesNotFit,
+    TraceFileInvalid,
+    TraceInvalid,
+    TraceRefused,
+    TraceTooLarge,
+)
+from forged.memory.traces.model import Buffer, BufferId, Event, Packing, Replay, events
+from forged.memory.traces.planner import plan
+from forged.memory.traces.replay import replay
+
+__all__ = [
+    "Buffer",
+    "BufferId",
+    "Event",
+    "FitUnknown",
+    "Packing",
+    "Replay",
+    "TraceDoesNotFit",
+    "TraceFileInvalid",
+    "TraceInvalid",
+    "TraceRefused",
+    "TraceTooLarge",
+    "events",
+    "plan",
+    "replay",
+]
