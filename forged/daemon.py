@@ -57,6 +57,10 @@ from forged.kernel.ledger import Ledger
 from forged.kernel.messages import Decision, Request
 from forged.kernel.store.port import BackedUp, Store
 from forged.log import SILENT, Log
+from forged.memory.book.device_table import MemoryLimits as DeviceMemoryLimits
+from forged.memory.messages import REQUESTS as MEMORY_REQUESTS
+from forged.memory.ports import WorkersPort
+from forged.memory.service import MemoryService
 from forged.net.server import Server
 from forged.net.tickets import SideConnections, TicketRegistry
 from forged.net.transport.connection import ConnectionLimits
@@ -94,6 +98,7 @@ REQUESTS: Sequence[type[Request[Any]]] = (
     *CATALOG_REQUESTS,
     *REGISTRY_REQUESTS,
     *SLOT_REQUESTS,
+    *MEMORY_REQUESTS,
     *PLUGIN_REQUESTS,
 )
 
@@ -142,7 +147,7 @@ class Daemon:
         self._make_services()
         # The order in which they are loaded from the store.
         training = (self.jobs, self.elastic, self.data, self.audit)
-        for owner in (*training, self.catalog, self.registry, self.slots, self.tokens):
+        for owner in (*training, self.catalog, self.registry, self.slots, self.memory, self.tokens):
             self.ledger.register(owner)
         self.server = self._make_server()
         self.server.on_client_connected.append(self.elastic.arrived)
@@ -218,6 +223,17 @@ class Daemon:
             ports.random,
             history=self.store.history,
             limits=_slot_limits(config),
+            log=ports.log,
+        )
+        self.memory = MemoryService(
+            self.bus,
+            clock,
+            WorkersPort(
+                is_registered=self.elastic.is_registered,
+                registered=self.elastic.registered_workers,
+                generation=self.elastic.generation,
+            ),
+            limits=_device_memory_limits(config),
             log=ports.log,
         )
 
@@ -300,6 +316,7 @@ class Daemon:
         await tasks.start(self.elastic.run)
         await tasks.start(self.catalog.work.run)
         await tasks.start(self.slots.run)
+        await tasks.start(self.memory.run)
         tasks.start_soon(self.server.run)
         await self.server.listen(Address("unix", path=self.config.socket))
         for address in self.config.listen:
@@ -349,6 +366,7 @@ class Daemon:
     async def _stop(self) -> None:
         await self.server.stop_listening()
         self.server.stop_admitting()
+        self.memory.stop_waiting()
         with anyio.move_on_after(self.config.drain_timeout_s):
             await self.bus.drain()
         await self.plugins.stop()
@@ -383,6 +401,7 @@ class Daemon:
         self.catalog.book.table.set_bytes_max(config.catalog_bytes_max)
         self.registry.state.set_bytes_max(config.registry_bytes_max)
         self.slots.table.set_limits(_slot_limits(config))
+        self.memory.table.set_limits(_device_memory_limits(config))
         self.plugins.set_limits(_plugin_limits(config))
 
     async def _is_refused(self, worker: WorkerId, seen_at: str) -> bool:
@@ -471,6 +490,17 @@ def _limits(config: Config) -> ConnectionLimits:
 def _slot_limits(config: Config) -> SlotLimits:
     return SlotLimits(
         config.slot_bytes_max, config.principal_slot_bytes_max, config.slots_max, config.principal_slots_max
+    )
+
+
+def _device_memory_limits(config: Config) -> DeviceMemoryLimits:
+    return DeviceMemoryLimits(
+        config.memory_devices_max,
+        config.principal_memory_devices_max,
+        config.memory_blocks_max,
+        config.principal_memory_blocks_max,
+        config.memory_waiting_max,
+        config.principal_memory_waiting_max,
     )
 
 

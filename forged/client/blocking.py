@@ -241,6 +241,17 @@ class BlockingClient(BlockingFacade[ForgedClient]):
     verify_model = blocking(ForgedClient.verify_model)
     pull_model = blocking(ForgedClient.pull_model)
 
+    register_device = blocking(ForgedClient.register_device)
+    allocate_memory = blocking(ForgedClient.allocate_memory)
+    free_memory = blocking(ForgedClient.free_memory)
+    change_blocks = blocking(ForgedClient.change_blocks)
+    assert_blocks = blocking(ForgedClient.assert_blocks)
+    plan_compaction = blocking(ForgedClient.plan_compaction)
+    commit_move = blocking(ForgedClient.commit_move)
+    memory_devices = iterating(ForgedClient.memory_devices)
+    memory_blocks = iterating(ForgedClient.memory_blocks)
+    find_fit = blocking(ForgedClient.find_fit)
+
     create_token = blocking(ForgedClient.create_token)
     tokens = blocking(ForgedClient.tokens)
     revoke_token = blocking(ForgedClient.revoke_token)

@@ -26,6 +26,7 @@ from anyio.abc import TaskGroup
 from forged.client.bulk import BulkMethods
 from forged.client.connection import Link
 from forged.client.connector import Connector
+from forged.client.memory_methods import MemoryMethods
 from forged.client.model_methods import ModelMethods
 from forged.client.served_requests import ServedRequests
 from forged.client.stream import FactStream
@@ -70,7 +71,7 @@ NOT_OPEN = RequestRefused("client_not_open", "the client is not open", "use it i
 CLOSED = Unavailable("client_closed", "the client was closed", "open a new one")
 
 
-class ForgedClient(BulkMethods, ModelMethods):
+class ForgedClient(BulkMethods, ModelMethods, MemoryMethods):
     """The client of a daemon, or of one of several daemons; an asynchronous context manager.
 
     Endpoints are `unix:///path`, `tcp://host:port` or `tls://host:port`; the default is the socket

@@ -79,6 +79,12 @@ class Config:
     principal_slot_bytes_max: int = 48 << 30
     slots_max: int = 4096
     principal_slots_max: int = 3072
+    memory_devices_max: int = 4096
+    principal_memory_devices_max: int = 3072
+    memory_blocks_max: int = 1 << 19
+    principal_memory_blocks_max: int = 3 << 17
+    memory_waiting_max: int = 512
+    principal_memory_waiting_max: int = 384
     in_flight_max: int = 1024
     backlog_max: int = 50_000
     hello_timeout_s: float = 5.0
@@ -125,6 +131,12 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "principal_slot_bytes_max": (0, 1 << 50),
     "slots_max": (0, 1 << 20),
     "principal_slots_max": (0, 1 << 20),
+    "memory_devices_max": (0, 1 << 20),
+    "principal_memory_devices_max": (0, 1 << 20),
+    "memory_blocks_max": (0, 1 << 30),
+    "principal_memory_blocks_max": (0, 1 << 30),
+    "memory_waiting_max": (0, 1 << 20),
+    "principal_memory_waiting_max": (0, 1 << 20),
     "in_flight_max": (1, 1_000_000),
     "backlog_max": (100, 10_000_000),
     "hello_timeout_s": (0.1, 3600),

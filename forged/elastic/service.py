@@ -175,6 +175,13 @@ class ElasticService:
         coordinator = self.coordinators.get(job)
         return coordinator is not None and coordinator.members.find(worker_id, incarnation) is not None
 
+    def registered_workers(self) -> dict[str, list[tuple[str, bytes]]]:
+        """By job: the ids and incarnations of all registered workers."""
+        return {
+            job: [(worker_id, member.incarnation) for worker_id, member in coordinator.members.items()]
+            for job, coordinator in self.coordinators.items()
+        }
+
     def workers_at_work(self, job: str) -> int:
         """How many workers a job has that is not over."""
         coordinator = self.coordinators.get(job)

@@ -107,9 +107,9 @@ class PressureLevel:
         risen = bisect_right(THRESHOLDS, pressure)
         if risen > self._level:
             self._level = risen
-            return Crossing(THRESHOLDS[risen - 1], True)
+            return Crossing(THRESHOLDS[risen - 1], is_rising=True)
         fallen = bisect_right(THRESHOLDS, pressure + HYSTERESIS)
         if fallen < self._level:
             self._level = fallen
-            return Crossing(THRESHOLDS[fallen], False)
+            return Crossing(THRESHOLDS[fallen], is_rising=False)
         return None

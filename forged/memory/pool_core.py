@@ -31,7 +31,8 @@ EvictionKey = tuple[float, int, int]
 class PoolCore:
     """One device's memory. It has no clock and no lock; `forged.memory.pool` has them."""
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, epoch: int = 0) -> None:
+        """The epochs of compaction plans are greater than `epoch`."""
         self.total = checked_size("total_memory", total)
         none = cast("Block", None)
         self._first = Block(0, 0, none, none, PINNED)
@@ -45,7 +46,7 @@ class PoolCore:
         self._allocated_bytes = self._pinned_bytes = self.cached_bytes = 0
         self.pinned_count = 0
         self._last_number = 0
-        self._epoch = 0
+        self._epoch = epoch
         self._plan: MovePlan | None = None
         self._open_moves: dict[int, BlockMove] = {}
         self._kept: dict[int, Block] = {}
@@ -92,7 +93,16 @@ class PoolCore:
         self._enter(block, PINNED if request.pinned else CACHED if is_cached else ALLOCATED)
         return block
 
-    def claim(self, block: MemoryBlock, *, version: int = 1, owner: str = "", alignment: int = 1) -> Block:
+    def claim(
+        self,
+        block: MemoryBlock,
+        *,
+        version: int = 1,
+        owner: str = "",
+        alignment: int = 1,
+        content: str = "",
+        reload_s: float | None = None,
+    ) -> Block:
         """Enter a block at the offset that it has already; refused unless all of its bytes are free."""
         offset, size = checked_size("offset", block.offset), checked_size("size", block.size)
         if not size or block.status is FREE:
@@ -114,6 +124,8 @@ class PoolCore:
         made.alignment = alignment
         made.version = version
         made.owner = owner
+        made.content = content
+        made.reload_s = reload_s
         self._enter(made, block.status)
         return made
 

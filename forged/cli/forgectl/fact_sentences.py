@@ -1,4 +1,4 @@
-"""Facts about training, checkpoints and models as English sentences.
+"""Facts about training, checkpoints, models and GPU memory as English sentences.
 
 A sentence leaves out no field of its fact, except fields that follow from the others.
 """
@@ -183,6 +183,42 @@ _CLAUSES: Mapping[str, tuple[str, ...]] = {
     "ModelPolicyChanged": ("model {model_id} has another policy", " ({policy})", ", by {by}", ": {reason}"),
     "ModelTagged": ("{model_id}@{version} is tagged", " with {set}", ", without {removed}", ", by {by}"),
     "ModelDeleted": ("{model_id}@{version} is deleted", ", by {by}", ": {reason}"),
+    "DeviceRegistered": ("device {device} is registered", ", {total_memory}"),
+    "DeviceRemoved": ("device {device} is gone", " with {blocks:block}", " ({bytes})", ": {reason}"),
+    "BlocksFreed": ("{blocks:block} of {worker_id} on {device} are free", " ({bytes})", ": {reason}"),
+    "MemoryPressure": (
+        "memory pressure of {device} {rising} {threshold}",
+        " ({pressure})",
+        ", out of memory in {seconds_to_oom}",
+    ),
+    "OutOfMemory": (
+        "{worker_id} gets no {size} on {device}",
+        " for {tensor_id}",
+        ": {total_free} free",
+        ", {largest_hole} of it together",
+        ", {evictable_bytes} evictable",
+        "; in the way: {blocking}",
+        "; {fix}",
+    ),
+    "BlockEvicted": (
+        "{count:block} on {device} gave way",
+        " ({bytes})",
+        " to {worker_id}",
+        " for {tensor_id}",
+        ": {blocks}",
+    ),
+    "CompactionPlanned": (
+        "compaction {epoch} of {device} is planned",
+        ": {moves:move}",
+        ", {bytes}",
+        ", opens {opens}",
+        " ({reason})",
+    ),
+    "CompactionEnded": (
+        "compaction {epoch} of {device} has ended",
+        ", {committed:move} committed",
+        ", {expired:move} expired",
+    ),
     "ModelArtifactChecked": ("the files of {model_id}@{version} are {state}", ": {problem}"),
 }
 """The clauses of each sentence. A clause is left out if a field is missing; without the first there is no sentence.
@@ -293,7 +329,11 @@ _IN_WORDS: Mapping[str, Callable[[Any], str]] = {
     "last_held_by": _restart,
     "bytes": _size,
     "size_bytes": _size,
+    **dict.fromkeys(("total_memory", "size", "total_free", "largest_hole", "evictable_bytes", "opens"), _size),
     "seconds": _duration,
+    "seconds_to_oom": _duration,
+    "pressure": _figure,
+    "rising": lambda value: "rises above" if value is True else "falls below",
     "version": _version,
     "state": lambda value: "" if value == "registered" else tables.field("", value),
     "latency_p99_ms": _figure,

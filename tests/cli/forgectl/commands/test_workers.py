@@ -20,6 +20,7 @@ from forged.data import messages as about_data
 from forged.elastic.messages import facts
 from forged.elastic.model import ClusterTopology, WorkerId
 from forged.kernel.messages import FACTS, Fact
+from forged.memory import messages as about_memory
 from forged.registry import messages as about_models
 from tests.cli.scripted_daemon import UNKNOWN, Refusal, ScriptedDaemon, scripted_daemon
 from tests.client.simulated_workers import train
@@ -529,7 +530,7 @@ class TestPlan:
 ABOUT_MODEL = {"model_id": "vision/net", "by": "ann"}
 VERSION = {"model_id": "vision/net", "version": [1, 2, 0]}
 MODEL = ABOUT_MODEL | VERSION
-WITH_SENTENCES = (facts.__name__, about_data.__name__, about_checkpoints.__name__, about_models.__name__)
+WITH_SENTENCES = tuple(module.__name__ for module in (facts, about_data, about_checkpoints, about_models, about_memory))
 
 
 def as_sent(value: Any) -> Any:
@@ -793,7 +794,7 @@ class TestFactSentences:
     def test_training_facts_have_sentences(self, kind: str, fact: dict[str, Any], said: str) -> None:
         assert fact_sentences.in_words(kind, fact) == said
 
-    def test_exactly_the_facts_about_training_checkpoints_and_models_have_sentences(self) -> None:
+    def test_exactly_the_facts_about_training_checkpoints_models_and_memory_have_sentences(self) -> None:
         assert fact_sentences._CLAUSES.keys() == {
             name for name, kind in FACTS.items() if kind.__module__ in WITH_SENTENCES and kind is not Fact
         }

@@ -1,0 +1,354 @@
+"""Allocating, freeing and changing blocks, and serving the requests that wait.
+
+Invariants:
+- A name that a worker has on a device already gets the same block again, so a repeated request allocates nothing twice.
+- A hole is used, then cached blocks give way, then the request waits.
+- The request that a compaction makes room for is served first when it ends; else the queue decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+from msgspec.structs import replace
+
+from forged.memory import errors
+from forged.memory.blocks import Block
+from forged.memory.book import refusals
+from forged.memory.book.attempt import Attempt
+from forged.memory.book.device import Device, Moment, Owner
+from forged.memory.book.device_table import DeviceTable
+from forged.memory.compaction import largest_hole
+from forged.memory.eviction import LRU, find_room
+from forged.memory.messages import (
+    BATCH_MAX,
+    Allocated,
+    AllocateMemory,
+    BlockEvicted,
+    ChangeBlocks,
+    FreeMemory,
+    Handle,
+    OutOfMemory,
+    Shortage,
+    Wanted,
+)
+from forged.memory.model import AllocationRequest, BlockStatus
+from forged.memory.shortage import missing_room
+from forged.memory.waiting import WAIT_MAX_S, Waiting
+
+EVICTED_NAMED_MAX = 100
+CHANGES = ("pin", "unpin", "cache", "use", "touch")
+
+
+class Allocation:
+    """What workers do with the blocks of devices."""
+
+    def __init__(self, table: DeviceTable, eviction: str = LRU) -> None:
+        self.eviction = eviction
+        self._table = table
+        table.on_room = self._serve
+
+    # Allocating.
+
+    def allocate(self, request: AllocateMemory, owner: Owner, now: Moment) -> Attempt:
+        """Allocate what fits. If the attempt is not done then, and the caller waits, it is to be queued."""
+        device = self._table.device(request.job, request.device)
+        attempt = self._attempt(device, request, owner)
+        if not attempt.missing:
+            return attempt
+        if device.assert_until is not None:
+            if request.wait_s <= 0:
+                raise refusals.asserting(device.name, max(0.0, device.assert_until - now.monotonic))
+            return attempt
+        if len(device.queue) and device.queue.has_right_of_way(
+            attempt.priority, now.monotonic, waits=request.wait_s > 0
+        ):
+            return attempt
+        self._try(device, attempt, now)
+        return attempt
+
+    def _attempt(self, device: Device, request: AllocateMemory, owner: Owner) -> Attempt:
+        """What is wanted, checked, and what of it the worker has already."""
+        wanted = request.wanted
+        refusals.require_between("wanted", len(wanted), 1, BATCH_MAX)
+        attempt = Attempt(request, owner, [])
+        names = set()
+        for one in wanted:
+            if one.name in names:
+                raise refusals.invalid("wanted", one.name, "names that occur once")
+            names.add(one.name)
+            needed = self._checked(device, one)
+            block = device.core.find(owner.block_id(one.name))
+            if block is None:
+                attempt.missing.append(one)
+            elif block.size != needed or block.tensor_id != one.request.tensor_id:
+                raise refusals.name_taken(one.name, block.size, needed)
+            else:
+                attempt.found[one.name] = Allocated(one.name, owner.handle(block), block.offset, block.size)
+        if attempt.missing and not self._table.block_shares.fits(owner.holder, len(attempt.missing)):
+            raise refusals.blocks_full(self._table.block_shares.shortage(owner.holder))
+        return attempt
+
+    def _checked(self, device: Device, wanted: Wanted) -> int:
+        """The size that the block would have."""
+        request = wanted.request
+        refusals.require_name("name", wanted.name)
+        if len(request.tensor_id) > refusals.NAME_CHARS_MAX:
+            raise refusals.invalid("tensor_id", request.tensor_id, f"at most {refusals.NAME_CHARS_MAX} characters")
+        require_content(wanted.content, wanted.reload_s)
+        return device.core.needed(request.size, request.alignment)[0]
+
+    def _try(self, device: Device, attempt: Attempt, now: Moment) -> None:
+        """Allocate what is missing, as far as it fits; with `all_or_none` nothing unless all fit."""
+        if not self._table.block_shares.fits(attempt.owner.holder, len(attempt.missing)):
+            return
+        missing, got = [], list[Block]()
+        evicted = list[Block]()
+        for wanted in attempt.missing:
+            victims = self._make_room(device, attempt, wanted)
+            block = None
+            if victims is not None:
+                request = wanted.request
+                block = device.core.allocate(
+                    request,
+                    now.wall,
+                    attempt.owner.block_id(wanted.name),
+                    is_cached=wanted.cached,
+                    owner=attempt.owner.worker_id,
+                    content=wanted.content,
+                    reload_s=wanted.reload_s,
+                )
+            if block is None:
+                missing.append(wanted)
+                if attempt.request.all_or_none:
+                    break
+                continue
+            got.append(block)
+            evicted += victims or ()
+            names = [victim.block_id for victim in victims or ()]
+            attempt.found[wanted.name] = Allocated(
+                wanted.name, attempt.owner.handle(block), block.offset, block.size, names
+            )
+        if missing and attempt.request.all_or_none:
+            self._take_back(device, attempt, got, evicted)
+            return
+        for block in got:
+            self._table.entered(device, block, attempt.owner)
+        for block in evicted:
+            self._table.gone(device, block)
+        if evicted:
+            self._tell_evicted(device, attempt, evicted)
+        attempt.missing = missing
+
+    def _make_room(self, device: Device, attempt: Attempt, wanted: Wanted) -> Sequence[Block] | None:
+        """Evict so that the block fits; the blocks that gave way, or None if it cannot fit."""
+        core, request = device.core, wanted.request
+        needed, alignment = core.needed(request.size, request.alignment)
+        if core.holes.best_fit(needed, alignment) is not None:
+            return ()
+        if not attempt.request.evict:
+            return None
+        room = find_room(core, request.size, request.alignment, self.eviction)
+        # The blocks of one request do not evict each other.
+        own = {attempt.owner.block_id(name) for name in attempt.found}
+        if room is None or any(victim.block_id in own for victim in room.victims):
+            return None
+        core.evict_blocks(room.victims)
+        return room.victims
+
+    def _take_back(self, device: Device, attempt: Attempt, got: Sequence[Block], evicted: Sequence[Block]) -> None:
+        """Undo an attempt: its blocks are free again, and what gave way is where it was."""
+        for block in got:
+            device.core.free(block.block_id)
+            del attempt.found[attempt.owner.handle(block).name]
+        for victim in evicted:
+            device.core.claim(
+                replace(victim.as_value(), status=BlockStatus.CACHED),
+                version=victim.version,
+                owner=victim.owner,
+                alignment=victim.alignment,
+                content=victim.content,
+                reload_s=victim.reload_s,
+            )
+
+    def _tell_evicted(self, device: Device, attempt: Attempt, evicted: Sequence[Block]) -> None:
+        tensor_id = attempt.request.wanted[0].request.tensor_id
+        fact = BlockEvicted(
+            device.name,
+            [block.block_id for block in evicted[:EVICTED_NAMED_MAX]],
+            len(evicted),
+            sum(block.size for block in evicted),
+            tensor_id,
+            attempt.owner.worker_id,
+        )
+        self._table.facts.append((device.owner.job, fact))
+
+    # Waiting.
+
+    def wait(self, attempt: Attempt, now: Moment) -> Waiting[Attempt]:
+        """Let an attempt wait; its `wake` is called when it has ended."""
+        device = self._table.device(attempt.request.job, attempt.request.device)
+        if not self._table.waiting_shares.take(attempt.owner.holder):
+            raise refusals.waiting_full(self._table.waiting_shares.shortage(attempt.owner.holder))
+        wait_s = min(attempt.request.wait_s, WAIT_MAX_S)
+        return device.queue.add(attempt, attempt.priority, now.monotonic, wait_s)
+
+    def end_wait(self, waiting: Waiting[Attempt], now: Moment) -> None:
+        """The attempt waits no more: it is done, or given up."""
+        attempt = waiting.request
+        self._table.waiting_shares.give_back(attempt.owner.holder)
+        device = self._table.jobs.get(attempt.request.job, {}).get(attempt.request.device)
+        if device is None:
+            return
+        device.queue.remove(waiting)
+        if device.plan_for is attempt:
+            device.plan_for = None
+        if not attempt.is_done:
+            self._serve(device, now)
+
+    def _serve(self, device: Device, now: Moment) -> None:
+        """Serve the waiting requests in their order, until one does not fit."""
+        if device.assert_until is not None or not len(device.queue):
+            return
+        if device.plan_for is not None and device.core.plan is None:
+            favoured, device.plan_for = device.plan_for, None
+            for waiting in device.queue:
+                if waiting.request is favoured:
+                    self._serve_one(device, waiting, now)
+        for waiting in device.queue:
+            if not self._serve_one(device, waiting, now):
+                break
+
+    def _serve_one(self, device: Device, waiting: Waiting[Attempt], now: Moment) -> bool:
+        attempt = waiting.request
+        self._try(device, attempt, now)
+        if not attempt.is_done:
+            return False
+        device.queue.remove(waiting)
+        attempt.wake()
+        return True
+
+    # Shortages.
+
+    def explain(self, attempt: Attempt, now: Moment) -> None:
+        """Give every missing block its shortage, and tell of the first one."""
+        if attempt.error is not None:
+            raise attempt.error
+        device = self._table.device(attempt.request.job, attempt.request.device)
+        missing, attempt.missing = attempt.missing, []
+        for number, wanted in enumerate(missing):
+            shortage = self._shortage(device, wanted.request, now)
+            attempt.found[wanted.name] = Allocated(wanted.name, shortage=shortage)
+            if number == 0:
+                self._tell_shortage(device, attempt, wanted, shortage)
+        for wanted in attempt.request.wanted:
+            if wanted.name not in attempt.found:
+                # With all_or_none it fits, but not all do.
+                attempt.found[wanted.name] = Allocated(wanted.name)
+
+    def _shortage(self, device: Device, request: AllocationRequest, now: Moment) -> Shortage:
+        missing = missing_room(device.core, request.size, request.alignment, lambda block: block.block_id)
+        reason, fix = missing.reason, missing.fix
+        if device.assert_until is not None:
+            reason = "the daemon has restarted, and not all owners of blocks have asserted them"
+            fix = f"wait for {max(0.0, device.assert_until - now.monotonic):.1f} s more"
+        elif missing.largest_hole >= missing.needed and len(device.queue):
+            reason = f"{len(device.queue)} requests wait for memory of this device, and come first"
+            fix = "wait in the same way, with a wait_s or a higher priority"
+        return Shortage(
+            reason,
+            missing.needed,
+            missing.total_free,
+            missing.largest_hole,
+            missing.evictable_bytes,
+            missing.largest_obtainable,
+            [block.block_id for block in missing.blocking],
+            fix,
+        )
+
+    def _tell_shortage(self, device: Device, attempt: Attempt, wanted: Wanted, shortage: Shortage) -> None:
+        fact = OutOfMemory(
+            device.name,
+            attempt.owner.worker_id,
+            wanted.request.tensor_id,
+            shortage.size,
+            shortage.total_free,
+            shortage.largest_hole,
+            shortage.evictable_bytes,
+            shortage.blocking,
+            shortage.fix,
+        )
+        self._table.facts.append((device.owner.job, fact))
+
+    def evict_for_compaction(self, device: Device, attempt: Attempt) -> None:
+        """Evict what compaction needs besides the free bytes, in the order of last use."""
+        request, core = attempt.missing[0].request, device.core
+        needed, _ = core.needed(request.size, request.alignment)
+        movable = largest_hole(core, evicting=False)
+        if not attempt.request.evict or not movable < needed <= largest_hole(core, evicting=True):
+            return
+        evicted = core.evict(needed - movable)
+        for block in evicted:
+            self._table.gone(device, block)
+        if evicted:
+            self._tell_evicted(device, attempt, evicted)
+
+    # Freeing and changing.
+
+    def free(self, request: FreeMemory, owner: Owner, now: Moment) -> None:
+        device = self._table.device(request.job, request.device)
+        for block in self._blocks(device, owner, request.handles):
+            device.core.free(block.block_id)
+            self._table.gone(device, block, owner)
+        if len(device.queue) or device.plan_until:
+            self._table.changed(device, now)
+
+    def change(self, request: ChangeBlocks, owner: Owner, now: Moment) -> None:
+        device = self._table.device(request.job, request.device)
+        core, change = device.core, request.change
+        if change not in CHANGES:
+            raise refusals.invalid("change", change, f"one of {', '.join(CHANGES)}")
+        require_content(request.content or "", None)
+        blocks = self._blocks(device, owner, request.handles)
+        for block in blocks:
+            _require_changeable(block, change)
+        for block in blocks:
+            match change:
+                case "pin":
+                    core.pin(block.block_id)
+                case "unpin":
+                    core.unpin(block.block_id)
+                case "cache":
+                    core.mark_cached(block.block_id, content=request.content)
+                case "use":
+                    core.use(block.block_id)
+                case _:
+                    core.touch(block.block_id, now.wall)
+        if change in ("unpin", "cache"):
+            self._table.changed(device, now)
+
+    def _blocks(self, device: Device, owner: Owner, handles: Sequence[Handle]) -> list[Block]:
+        """The blocks of these handles, all of them or an error."""
+        refusals.require_between("handles", len(handles), 1, BATCH_MAX)
+        blocks = [device.core.get(owner.block_id(handle.name), handle.version) for handle in handles]
+        if len(blocks) > 1 and len({block.block_id for block in blocks}) < len(blocks):
+            raise refusals.invalid("handles", [handle.name for handle in handles], "names that occur once")
+        return blocks
+
+
+def _require_changeable(block: Block, change: str) -> None:
+    """Refuse what the pool would refuse, before any block is changed."""
+    if change == "pin" and block.move is not None:
+        raise errors.block_moving(block.block_id, "pinned")
+    if change == "cache" and block.status is BlockStatus.PINNED:
+        raise errors.status_refused(block.block_id, block.status, "marked as cached", "unpin it first")
+    if change == "unpin" and block.status is BlockStatus.CACHED:
+        raise errors.status_refused(block.block_id, block.status, "unpinned", "it is not pinned")
+
+
+def require_content(content: str, reload_s: float | None) -> None:
+    if len(content) > refusals.CONTENT_CHARS_MAX:
+        raise refusals.invalid("content", content, f"at most {refusals.CONTENT_CHARS_MAX} characters")
+    if reload_s is not None and not 0 <= reload_s < inf:
+        raise refusals.invalid("reload_s", reload_s, "finite and >= 0")

@@ -1,0 +1,143 @@
+"""A device of a worker, with its blocks, and the workers that own devices and blocks.
+
+Invariants:
+- A block's id is `WORKER:NAME`, so that no worker can free, change or assert a block of another one.
+- A worker's blocks count against the principal that the worker first used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from forged.memory.blocks import Block
+from forged.memory.book.attempt import Attempt
+from forged.memory.compaction import largest_hole
+from forged.memory.forecast import PressureLevel, UsageWindow, seconds_left
+from forged.memory.functions import memory_pressure
+from forged.memory.messages import CompactionPlan, DeviceView, Forecast, Handle, HeldBlock, Move
+from forged.memory.model import GpuDevice
+from forged.memory.moves import MovePlan
+from forged.memory.pool_core import PoolCore
+from forged.memory.waiting import WaitingQueue
+from forged.shares import Holder
+
+
+class Moment(NamedTuple):
+    """A time by both clocks."""
+
+    wall: float
+    monotonic: float
+
+
+@dataclass(eq=False, slots=True)
+class Owner:
+    """A worker that owns devices or blocks."""
+
+    job: str
+    worker_id: str
+    incarnation: bytes
+    holder: Holder
+    devices: dict[str, Device] = field(default_factory=dict)
+    """Its own."""
+    blocks: dict[Device, dict[str, None]] = field(default_factory=dict)
+    """The ids of its blocks, on any device."""
+
+    def block_id(self, name: str) -> str:
+        return f"{self.worker_id}:{name}"
+
+    def handle(self, block: Block) -> Handle:
+        return Handle(block.block_id[len(self.worker_id) + 1 :], block.version)
+
+
+@dataclass(eq=False, slots=True)
+class Device:
+    """A device, and who uses it."""
+
+    owner: Owner
+    name: str
+    """`WORKER/DEVICE`."""
+    device: GpuDevice
+    core: PoolCore
+    usage: UsageWindow = field(default_factory=UsageWindow)
+    level: PressureLevel = field(default_factory=PressureLevel)
+    queue: WaitingQueue[Attempt] = field(default_factory=WaitingQueue)
+    assert_until: float | None = None
+    """None: the owners of blocks have asserted them."""
+    asserted: set[tuple[str, bytes]] = field(default_factory=set)
+    """The workers that have asserted their blocks here."""
+    plan_until: float = 0.0
+    """When the open compaction plan expires; 0: there is none."""
+    plan_epoch: int = 0
+    plan_for: Attempt | None = None
+    """The request that the open compaction plan makes room for."""
+    committed: int = 0
+    """Moves of the open plan."""
+    next_plan_at: float = 0.0
+
+    @property
+    def held_bytes(self) -> int:
+        """The bytes that cannot be evicted."""
+        return self.core.total - self.core.free_bytes - self.core.cached_bytes
+
+    @property
+    def pressure(self) -> float:
+        return memory_pressure(self.held_bytes, self.core.total)
+
+    def forecast(self) -> Forecast:
+        obtainable = largest_hole(self.core, evicting=True)
+        rate = self.usage.rate()
+        if rate is None:
+            return Forecast(0.0, None, None, None, obtainable, len(self.usage))
+        left = seconds_left(obtainable, rate)
+        return Forecast(rate.middle, left.middle, left.low, left.high, obtainable, len(self.usage))
+
+    def view(self) -> DeviceView:
+        core = self.core
+        return DeviceView(
+            self.name,
+            self.owner.job,
+            self.owner.worker_id,
+            self.device,
+            core.stats(),
+            self.pressure,
+            core.cached_bytes,
+            len(self.queue),
+            self.forecast(),
+            self.assert_until is not None,
+        )
+
+    def plan_view(self, plan: MovePlan, expires_in_s: float) -> CompactionPlan:
+        """The plan's moves that are not committed yet."""
+        open_moves = plan.moves if self.core.plan is None else self.core.open_moves
+        moves = []
+        for move in open_moves:
+            block = self.core.get(move.block_id)
+            name = move.block_id[len(block.owner) + 1 :]
+            handle = Handle(name, block.version)
+            moves.append(
+                Move(
+                    move.number,
+                    block.owner,
+                    handle,
+                    move.source,
+                    move.destination,
+                    move.size,
+                    move.overlaps,
+                    move.after,
+                )
+            )
+        return CompactionPlan(plan.epoch, moves, sum(move.size for move in moves), plan.opens, expires_in_s)
+
+
+def held_block(block: Block) -> HeldBlock:
+    """A stretch as callers see it; a free one has no name."""
+    name = block.block_id[len(block.owner) + 1 :] if block.owner else ""
+    handle = Handle(name, block.version if block.owner else 0)
+    return HeldBlock(handle, block.owner, block.as_value(), block.content, block.reload_s)
+
+
+def same_place(block: Block, held: HeldBlock) -> bool:
+    """Whether the asserted block is where the daemon has it."""
+    asserted = held.block
+    return (block.offset, block.size, block.version) == (asserted.offset, asserted.size, held.handle.version)

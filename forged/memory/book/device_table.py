@@ -1,0 +1,255 @@
+"""The devices of all jobs and the workers that own them and their blocks: registration, removal and limits.
+
+Invariants:
+- A device goes with its worker, and a worker's blocks go with it, also those on the devices of other workers.
+- What a worker holds is counted when it is entered and given back when it is gone.
+- Facts are collected in `facts`; the service records them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+
+from forged.errors import ForgedError
+from forged.kernel.messages import Fact
+from forged.memory.blocks import Block
+from forged.memory.book import refusals
+from forged.memory.book.attempt import Attempt
+from forged.memory.book.device import Device, Moment, Owner
+from forged.memory.messages import BlocksFreed, CompactionEnded, DeviceRegistered, DeviceRemoved, RegisterDevice
+from forged.memory.pool_core import PoolCore
+from forged.shares import Holder, Shares
+
+SIZE_MAX = (1 << 63) - 1
+ASSERT_S = 30.0
+"""So long after a restart of the daemon the owners of blocks have to assert them."""
+
+WorkerKey = tuple[str, bytes]
+"""The id and the incarnation of a worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimits:
+    """What all workers together may have, and those of one principal or job."""
+
+    devices_max: int = 4096
+    principal_devices_max: int = 3072
+    blocks_max: int = 1 << 19
+    principal_blocks_max: int = 3 << 17
+    waiting_max: int = 512
+    principal_waiting_max: int = 384
+
+
+class DeviceTable:
+    """All devices, by job and name."""
+
+    def __init__(self, limits: MemoryLimits) -> None:
+        self.last_epoch = 0
+        """Compaction plans of new devices have later epochs: a plan of a device that is gone is never taken for one."""
+        self.jobs: dict[str, dict[str, Device]] = {}
+        self.owners: dict[tuple[str, str], Owner] = {}
+        self.facts: list[tuple[str, Fact]] = []
+        """Of which jobs, in order; to be recorded."""
+        self.block_shares = Shares("blocks of GPU memory", 0)
+        self.device_shares = Shares("GPU devices", 0)
+        self.waiting_shares = Shares("requests that wait for GPU memory", 0)
+        self.set_limits(limits)
+        self._at_start: dict[str, frozenset[WorkerKey]] = {}
+        self._unsettled: dict[str, set[WorkerKey]] = {}
+        """The workers that were registered when the daemon started and have not asserted their blocks."""
+        self.on_room: Callable[[Device, Moment], None] = lambda device, now: None
+        """Called when a device has got room, or its waiting requests may be served for another reason."""
+
+    def set_limits(self, limits: MemoryLimits) -> None:
+        self.limits = limits
+        for shares, most, each in (
+            (self.block_shares, limits.blocks_max, limits.principal_blocks_max),
+            (self.device_shares, limits.devices_max, limits.principal_devices_max),
+            (self.waiting_shares, limits.waiting_max, limits.principal_waiting_max),
+        ):
+            shares.resize(most, most // 8, each)
+
+    def begin(self, workers: Mapping[str, Iterable[WorkerKey]]) -> None:
+        """The daemon starts: these workers of each job may hold blocks that it does not know."""
+        self._at_start = {job: frozenset(keys) for job, keys in workers.items()}
+        self._unsettled = {job: set(keys) for job, keys in self._at_start.items()}
+
+    # Workers.
+
+    def owner(self, job: str, worker_id: str, incarnation: bytes, holder: Holder, now: Moment) -> Owner:
+        """The registered worker; an earlier process of its name is gone."""
+        owner = self.owners.get((job, worker_id))
+        if owner is not None and owner.incarnation != incarnation:
+            self.remove_worker(owner, "another process has its name", now)
+            owner = None
+        if owner is None:
+            owner = self.owners[job, worker_id] = Owner(job, worker_id, incarnation, holder)
+        return owner
+
+    def remove_worker(self, owner: Owner, reason: str, now: Moment) -> None:
+        """Free the worker's devices and blocks, and end its waiting requests."""
+        del self.owners[owner.job, owner.worker_id]
+        for device in list(owner.devices.values()):
+            self._remove_device(device, reason, now)
+        changed = set(owner.blocks)
+        for device in list(owner.blocks):
+            self._free_all(device, owner, reason)
+        for device in self.jobs.get(owner.job, {}).values():
+            if self.end_waiting(device, refusals.worker_gone(owner.job, owner.worker_id), owner):
+                changed.add(device)
+        self.settle_worker(owner.job, (owner.worker_id, owner.incarnation), now)
+        for device in sorted(changed, key=attrgetter("name")):
+            self.changed(device, now)
+
+    def remove_job(self, job: str, now: Moment) -> None:
+        for owner in [one for one in self.owners.values() if one.job == job]:
+            self.remove_worker(owner, "its job is removed", now)
+        self._at_start.pop(job, None)
+        self._unsettled.pop(job, None)
+
+    def _free_all(self, device: Device, owner: Owner, reason: str) -> None:
+        """Free a worker's blocks on the device of another one."""
+        blocks = [device.core.get(block_id) for block_id in owner.blocks[device]]
+        size = sum(block.size for block in blocks)
+        for block in blocks:
+            device.core.free(block.block_id)
+            self.gone(device, block, owner)
+        fact = BlocksFreed(device.name, owner.worker_id, len(blocks), size, reason)
+        self.facts.append((owner.job, fact))
+
+    def end_waiting(self, device: Device, error: ForgedError, owner: Owner | None = None) -> bool:
+        """End all requests that wait for the device, or those of one worker; whether there were any."""
+        ended = [one for one in device.queue if owner is None or one.request.owner is owner]
+        for waiting in ended:
+            device.queue.remove(waiting)
+            attempt: Attempt = waiting.request
+            attempt.error = error
+            attempt.wake()
+        return bool(ended)
+
+    # Devices.
+
+    def device(self, job: str, name: str) -> Device:
+        found = self.jobs.get(job, {}).get(name)
+        if found is None:
+            raise refusals.device_unknown(job, name)
+        return found
+
+    def devices(self) -> Iterable[Device]:
+        for devices in self.jobs.values():
+            yield from devices.values()
+
+    def register(self, request: RegisterDevice, owner: Owner, now: Moment) -> Device:
+        """Enter a device; the same again changes nothing, and another size only a device without blocks."""
+        described = request.device
+        refusals.require_name("device_id", described.device_id)
+        refusals.require_between("total_memory", described.total_memory, 1, SIZE_MAX)
+        name = f"{owner.worker_id}/{described.device_id}"
+        known = owner.devices.get(name)
+        if known is not None:
+            if known.core.total != described.total_memory:
+                if len(known.core):
+                    raise refusals.device_changed(name, known.core.total, described.total_memory, len(known.core))
+                self.last_epoch = max(self.last_epoch, known.plan_epoch)
+                known.core = PoolCore(described.total_memory, self.last_epoch)
+                self.changed(known, now)
+            known.device = described
+            return known
+        if not self.device_shares.take(owner.holder):
+            raise refusals.devices_full(self.device_shares.shortage(owner.holder))
+        device = Device(owner, name, described, PoolCore(described.total_memory, self.last_epoch))
+        if self._unsettled.get(owner.job):
+            device.assert_until = now.monotonic + ASSERT_S
+        owner.devices[name] = device
+        self.jobs.setdefault(owner.job, {})[name] = device
+        self.facts.append((owner.job, DeviceRegistered(name, described.total_memory)))
+        return device
+
+    def _remove_device(self, device: Device, reason: str, now: Moment) -> None:
+        owner, core = device.owner, device.core
+        del owner.devices[device.name]
+        devices = self.jobs[owner.job]
+        del devices[device.name]
+        if not devices:
+            del self.jobs[owner.job]
+        self.device_shares.give_back(owner.holder)
+        self.last_epoch = max(self.last_epoch, device.plan_epoch)
+        fact = DeviceRemoved(device.name, reason, len(core), core.total - core.free_bytes)
+        self.facts.append((owner.job, fact))
+        for other in [owner, *self.owners.values()]:
+            blocks = other.blocks.pop(device, None)
+            if blocks:
+                self.block_shares.give_back(other.holder, len(blocks))
+        self.end_waiting(device, refusals.device_unknown(owner.job, device.name))
+
+    def changed(self, device: Device, now: Moment) -> None:
+        """Note that a device has changed: its plan may have ended, and waiting requests may fit."""
+        self.note_plan_end(device)
+        self.on_room(device, now)
+
+    def note_plan_end(self, device: Device, expired: int = 0) -> None:
+        """Tell that the open plan has ended, once; also when its last block was freed."""
+        if device.plan_until and device.core.plan is None:
+            fact = CompactionEnded(device.name, device.plan_epoch, device.committed, expired)
+            self.facts.append((device.owner.job, fact))
+            device.plan_until = 0.0
+            device.committed = 0
+
+    # Blocks.
+
+    def entered(self, device: Device, block: Block, owner: Owner) -> None:
+        """Count a block, for which there is room in the limits."""
+        self.block_shares.charge(owner.holder, 1)
+        blocks = owner.blocks.get(device)
+        if blocks is None:
+            blocks = owner.blocks[device] = {}
+        blocks[block.block_id] = None
+
+    def gone(self, device: Device, block: Block, owner: Owner | None = None) -> None:
+        """Count a block no more that was freed."""
+        owner = owner or self.owners[device.owner.job, block.owner]
+        blocks = owner.blocks[device]
+        del blocks[block.block_id]
+        if not blocks:
+            del owner.blocks[device]
+        self.block_shares.give_back(owner.holder)
+
+    # After a restart.
+
+    def may_assert(self, device: Device, owner: Owner) -> bool:
+        """Whether the worker may hold blocks that the daemon has forgotten: it is older, and has not asserted yet."""
+        key = owner.worker_id, owner.incarnation
+        return key in self._at_start.get(owner.job, ()) and key not in device.asserted
+
+    def asserted(self, device: Device, owner: Owner, now: Moment) -> None:
+        """The worker has asserted all of its blocks on the device; on its own one: on all."""
+        key = owner.worker_id, owner.incarnation
+        device.asserted.add(key)
+        if device.owner is owner:
+            self.settle_worker(owner.job, key, now)
+        elif device.assert_until is not None and self._unsettled.get(owner.job, set()) <= device.asserted:
+            self.settle_device(device, now)
+
+    def settle_worker(self, job: str, key: WorkerKey, now: Moment) -> None:
+        unsettled = self._unsettled.get(job)
+        if unsettled is None or key not in unsettled:
+            return
+        unsettled.discard(key)
+        for device in list(self.jobs.get(job, {}).values()):
+            if device.assert_until is not None and unsettled <= device.asserted:
+                self.settle_device(device, now)
+
+    def settle_gone(
+        self, job: str, worker_id: str, is_registered: Callable[[str, str, bytes], bool], now: Moment
+    ) -> None:
+        """A worker that was registered at the start and had no devices or blocks here yet is gone."""
+        for key in list(self._unsettled.get(job, ())):
+            if key[0] == worker_id and not is_registered(job, *key):
+                self.settle_worker(job, key, now)
+
+    def settle_device(self, device: Device, now: Moment) -> None:
+        """Allocate from the device from now on."""
+        device.assert_until = None
+        self.on_room(device, now)

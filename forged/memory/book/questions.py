@@ -1,0 +1,98 @@
+"""Questions about devices, blocks, and where a request would go; they change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+from forged.memory.book import refusals
+from forged.memory.book.device import Device, held_block
+from forged.memory.book.device_table import SIZE_MAX, DeviceTable
+from forged.memory.compaction import plan_hole
+from forged.memory.errors import SizeBeyondDevice
+from forged.memory.eviction import find_room
+from forged.memory.messages import BlockPage, DevicePage, FindFit, FitPlace, ListBlocks, ListDevices
+from forged.pagination import PAGE_ENTRIES_MAX, ascending, take_page
+
+EVICTIONS_MAX, PLANS_MAX = 64, 8
+"""On so many devices without a hole it is found out what would have to be evicted, or moved."""
+LIVE_BLOCKS_MAX = 20_000
+"""With more blocks no plan is made for a question: it would take long."""
+
+
+class MemoryQuestions:
+    """What viewers ask."""
+
+    def __init__(self, table: DeviceTable) -> None:
+        self._table = table
+
+    def devices(self, request: ListDevices) -> DevicePage:
+        devices = self._table.jobs.get(request.job, {})
+        views = (devices[name].view() for name in ascending(devices, request.after))
+        return DevicePage(*take_page(views, request.limit))
+
+    def blocks(self, request: ListBlocks) -> BlockPage:
+        device = self._table.device(request.job, request.device)
+        refusals.require_between("start", request.start, 0, SIZE_MAX)
+        return BlockPage(*take_page(map(held_block, device.core.stretches(request.start)), request.limit))
+
+    def fit(self, request: FindFit) -> list[FitPlace]:
+        refusals.require_between("size", request.size, 1, SIZE_MAX)
+        refusals.require_between("limit", request.limit, 1, PAGE_ENTRIES_MAX)
+        devices = [one for _, one in sorted(self._table.jobs.get(request.job, {}).items())]
+        places = sorted(self._holes(devices, request))[: request.limit]
+        found = [place for _, place in places]
+        if len(found) < request.limit:
+            found += self._costly(devices, {place.device for place in found}, request)[: request.limit - len(found)]
+        return found
+
+    def _holes(self, devices: list[Device], request: FindFit) -> Iterator[tuple[tuple[int, str], FitPlace]]:
+        """The devices that have a hole, the tightest one first."""
+        for device in devices:
+            try:
+                needed, alignment = device.core.needed(request.size, request.alignment)
+            except SizeBeyondDevice:
+                continue
+            hole = device.core.holes.best_fit(needed, alignment)
+            if hole is not None:
+                offset = (hole.offset + alignment - 1) & -alignment
+                reason = f"a hole of {hole.size} bytes"
+                yield (hole.size, device.name), FitPlace(device.name, offset, 0, 0, 0.0, reason)
+
+    def _costly(self, devices: list[Device], known: set[str], request: FindFit) -> list[FitPlace]:
+        """Places that eviction or moves would make, by the bytes that this takes."""
+        left = [
+            one
+            for one in devices
+            if one.name not in known and request.size <= one.core.free_bytes + one.core.cached_bytes
+        ]
+        found = [place for device in left[:EVICTIONS_MAX] if (place := _by_eviction(device, request)) is not None]
+        evicting = {place.device for place in found}
+        movable = (one for one in left if one.name not in evicting and len(one.core) <= LIVE_BLOCKS_MAX)
+        for device in islice(movable, PLANS_MAX):
+            place = _by_moves(device, request)
+            if place is not None:
+                found.append(place)
+        return sorted(found, key=lambda one: (one.evicted_bytes + one.moved_bytes, one.device))
+
+
+def _by_eviction(device: Device, request: FindFit) -> FitPlace | None:
+    try:
+        room = find_room(device.core, request.size, request.alignment)
+    except SizeBeyondDevice:
+        return None
+    if room is None:
+        return None
+    evicted = sum(block.size for block in room.victims)
+    reload_s = sum(block.reload_s or 0.0 for block in room.victims)
+    return FitPlace(device.name, room.offset, evicted, 0, reload_s, f"{len(room.victims)} cached blocks give way")
+
+
+def _by_moves(device: Device, request: FindFit) -> FitPlace | None:
+    try:
+        plan = plan_hole(device.core, request.size, request.alignment, overlaps=False)
+    except SizeBeyondDevice:
+        return None
+    if plan is None or plan.hole is None:
+        return None
+    return FitPlace(device.name, plan.hole[0], 0, plan.bytes, 0.0, f"{len(plan.moves)} blocks are moved")
