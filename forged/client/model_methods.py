@@ -293,7 +293,7 @@ class ModelMethods(DaemonMethods):
         return await self.request(SetModelPolicy(model_id, policy, reason))
 
     async def delete_model(self, model_id: str, version: ModelVersion | str, *, reason: str = "") -> None:
-        """Delete a version that is archived and that no alias names; its files stay."""
+        """Delete a version that no alias names: an archived one, or with a reason a registered one; its files stay."""
         from forged.registry.messages import DeleteModel
 
         await self.request(DeleteModel(model_id, _exact(version), reason))

@@ -107,10 +107,22 @@ def state_changed(
     )
 
 
-def serves(model_id: str, version: ModelVersion) -> TransitionRefused:
+def serves(model_id: str, version: ModelVersion, successor: ModelVersion | None) -> TransitionRefused:
+    """`successor` is the version that a rollback would return to."""
     text = f"version {version} of model {model_id[:SHOWN_CHARS]!r} serves"
-    fix = f"promote another version to production first, or `forgectl models rollback {quote(model_id)}`"
-    return about(model_id, version, TransitionRefused("model_serving", text, fix))
+    return about(
+        model_id, version, TransitionRefused("model_serving", text, ends_serving(model_id, version, successor))
+    )
+
+
+def ends_serving(model_id: str, version: ModelVersion, successor: ModelVersion | None) -> str:
+    """How the serving version is taken out of service."""
+    command = (
+        f"transition {quote(f'{model_id}@{version}')} deprecated --reason REASON` ends the service of the model"
+        if successor is None
+        else f"rollback {quote(model_id)}` returns to {successor}"
+    )
+    return f"promote another version to production first, or `forgectl models {command}"
 
 
 def evidence_missing(
@@ -131,9 +143,15 @@ def rollback_refused(model_id: str, version: ModelVersion | None, reason: str, f
     return about(model_id, version, TransitionRefused("model_rollback_refused", text, fix))
 
 
-def not_measurable(model_id: str, version: ModelVersion, state: DeploymentState) -> TransitionRefused:
+def not_measurable(
+    model_id: str, version: ModelVersion, state: DeploymentState, *, leads_to_canary: bool
+) -> TransitionRefused:
     text = f"version {version} of model {model_id[:SHOWN_CHARS]!r} is {state}; only canaries and the serving one report"
-    fix = f"`forgectl models promote {quote(f'{model_id}@{version}')}` leads to canary"
+    fix = (
+        f"`forgectl models promote {quote(f'{model_id}@{version}')}` leads to canary"
+        if leads_to_canary
+        else "report the version that is in service"
+    )
     return about(model_id, version, TransitionRefused("model_not_measurable", text, fix))
 
 

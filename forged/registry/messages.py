@@ -430,7 +430,8 @@ class ImportModels(Request[ImportedModels], frozen=True):
 
 
 class TransitionModel(Request[ModelMetadata], frozen=True):
-    """Give a version another state of the table. To production moves the alias `serving` too."""
+    """Give a version another state of the table. To production moves the alias `serving` too. The serving version
+    becomes deprecated with a reason only, and if a rollback has no version to return to: then none serves."""
 
     job_field: ClassVar[str | None] = ANY_JOB
 
@@ -446,7 +447,8 @@ class TransitionModel(Request[ModelMetadata], frozen=True):
 
 class RollBackModel(Request[ModelRolledBack], frozen=True):
     """Take a version out of service: a canary goes back to staging; from the serving version the alias moves to the one
-    that served before and is still in production (or to `to`), then it is deprecated. Refused if there is none."""
+    that served before and is still in production, with files not known to be damaged (or to `to`), then it is
+    deprecated. Refused if there is none."""
 
     job_field: ClassVar[str | None] = ANY_JOB
 
@@ -479,7 +481,8 @@ class SetModelPolicy(Request[ModelPolicy], frozen=True):
 
 
 class DeleteModel(Request[Nothing], frozen=True):
-    """Delete a version that is archived and that no alias names."""
+    """Delete a version that no alias names: one that is archived, or one that is registered and not wanted, with a
+    reason."""
 
     job_field: ClassVar[str | None] = ANY_JOB
 

@@ -116,7 +116,9 @@ class Told:
             self._move(entry)
         elif entry.kind is JournalKind.DELETED:
             assert version is not None
-            self._require(self.states.pop(version, None) is DeploymentState.ARCHIVED, f"{version} was not archived")
+            state = self.states.pop(version, None)
+            is_unwanted = state is DeploymentState.REGISTERED and bool(entry.reason)
+            self._require(is_unwanted or state is DeploymentState.ARCHIVED, f"{version} was {state}, and was deleted")
             self.deleted[version] = entry.number
 
     def _move(self, entry: JournalEntry) -> None:

@@ -56,7 +56,7 @@ def request_for(registry: StoredRegistry, operation: Operation) -> tuple[Callabl
         case "tag":
             return lifecycle.tag, TagModel(model_id, version, {str(choice): "x" * number}, [str(choice - 1)])
         case "delete":
-            return lifecycle.delete, DeleteModel(model_id, version)
+            return lifecycle.delete, DeleteModel(model_id, version, "x" * (choice % 2))
     return report(registry, name, model_id, version, choice)
 
 

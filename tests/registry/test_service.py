@@ -587,7 +587,27 @@ async def test_serving_version_is_not_deprecated() -> None:
         assert (await one.show()).next_states == []
         assert await refused(one.promote(V1, DEPRECATED)) == "model_serving"
         await one.serve(V2)
+        assert await refused(one.promote(V2, DEPRECATED, reason="the end")) == "model_serving"
         await one.promote(V1, DEPRECATED, ARCHIVED)
+
+
+@on_virtual_time
+async def test_last_serving_version_is_deprecated_with_a_reason() -> None:
+    async with registry() as one:
+        await one.serve(V1)
+        before = one.clock.wall()
+        one.clock.jump(10.0)
+        await one.promote(V1, DEPRECATED, reason="the service ends")
+        assert (one.serving, await one.state(V1)) == (None, "deprecated")
+        assert one.kernel.facts(AliasMoved)[-1] == AliasMoved(
+            MODEL, SERVING, V1, None, OPERATOR.name, "the service ends"
+        )
+        assert (await one.ask(FindServed(MODEL, before))).version == V1
+        assert (await one.ask(FindServed(MODEL, one.clock.wall()))).version is None
+        await one.reload()
+        assert one.serving is None
+        await one.serve(V2)
+        assert one.serving == V2
 
 
 @on_virtual_time
@@ -619,6 +639,20 @@ async def test_rollback_passes_over_what_is_deprecated_and_takes_what_is_named()
             assert await refused(one.roll_back(**wrong)) == "model_rollback_refused"
         assert await refused(one.roll_back(to=ModelVersion(9, 9, 9))) == "model_version_unknown"
         assert (await one.roll_back()).to == V1
+
+
+@pytest.mark.parametrize("found", [ArtifactState.DAMAGED, ArtifactState.MISSING])
+@on_virtual_time
+async def test_rollback_passes_over_unsound_files_unless_the_version_is_named(found: ArtifactState) -> None:
+    async with registry() as one:
+        for version in (V1, V2, V3):
+            await one.serve(version)
+        await one.ask(ReportArtifact(MODEL, V2, found, "gone"))
+        assert (await one.roll_back()).to == V1
+        await one.serve(ModelVersion(4, 0, 0))
+        await one.ask(ReportArtifact(MODEL, V1, found, "gone"))
+        assert await refused(one.roll_back()) == "model_rollback_refused"
+        assert (await one.roll_back(to=V2)).to == V2
 
 
 @on_virtual_time
@@ -675,7 +709,10 @@ async def test_only_canaries_and_the_serving_version_report() -> None:
         await one.serve(V2)
         await one.register(V3)
         for version in (V1, V3):
-            assert await refused(one.report(version)) == "model_not_measurable"
+            with pytest.raises(ForgedError) as caught:
+                await one.report(version)
+            assert caught.value.code == "model_not_measurable"
+            assert ("models promote" in caught.value.fix) is (version == V3)
 
 
 @on_virtual_time
@@ -887,6 +924,37 @@ async def test_version_is_deleted_when_archived_and_unnamed() -> None:
         await one.reload()
         assert await refused(one.register(V1)) == "model_version_taken"
         assert [entry.kind for entry in await one.journal(version=V1)][:2] == ["deleted", "transitioned"]
+
+
+@on_virtual_time
+async def test_registered_version_is_deleted_with_a_reason_only() -> None:
+    async with registry() as one:
+        await one.register()
+        await one.validate()
+        for reason in ("", " \n"):
+            with pytest.raises(ForgedError) as caught:
+                await one.ask(DeleteModel(MODEL, V1, reason))
+            assert (caught.value.code, "--reason" in caught.value.fix) == ("model_version_in_use", True)
+        await one.ask(MoveAlias(MODEL, "old", V1))
+        assert await refused(one.ask(DeleteModel(MODEL, V1, "a mistake"))) == "model_version_in_use"
+        await one.ask(MoveAlias(MODEL, "old", None))
+        await one.ask(DeleteModel(MODEL, V1, "a mistake"))
+        deleted = (await one.journal())[0]
+        assert (deleted.kind, deleted.was, deleted.reason) == ("deleted", "registered", "a mistake")
+        assert await refused(one.register(V1)) == "model_version_taken"
+
+
+@on_virtual_time
+async def test_version_on_its_way_is_not_deleted() -> None:
+    async with registry() as one:
+        await one.register()
+        await one.validate()
+        for state in TO_CANARY:
+            await one.promote(V1, state)
+            assert await refused(one.ask(DeleteModel(MODEL, V1, "a mistake"))) == "model_version_in_use"
+        await one.roll_back(V1)
+        await one.promote(V1, REGISTERED)
+        await one.ask(DeleteModel(MODEL, V1, "it has failed"))
 
 
 @on_virtual_time

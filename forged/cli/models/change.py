@@ -14,13 +14,11 @@ from forged.cli.forgectl.parser import Options
 from forged.cli.forgectl.values import settings
 from forged.cli.models import names, words
 from forged.cli.models.names import SERVING
-from forged.cli.models.words import ARROW
+from forged.cli.models.words import ARROW, PATH
 from forged.cli.process import EXIT_OK
 from forged.errors import ConfigError, RequestRefused
 from forged.plain_client.connection import PlainConnection
 
-PATH = ("registered", "validating", "staging", "canary", "production")
-"""The states on the way of a promotion."""
 CANARY_ACTIONS = ("off", "advise", "act")
 DEFAULT = ""
 """The value that restores the default of a key."""

@@ -14,6 +14,7 @@ from forged.cli.forgectl.connection import DaemonConnection
 from forged.cli.forgectl.output import answer
 from forged.cli.forgectl.parser import Options
 from forged.cli.models import names, words
+from forged.cli.models.words import PATH
 from forged.cli.process import EXIT_OK
 from forged.errors import ConfigError
 
@@ -55,8 +56,8 @@ def _show_recorded(metadata: Row, recorded: Row) -> None:
     typed = words.typed(metadata)
     said = f"{words.name_of(metadata)}: validation {words.evidence(recorded, time.time())}"
     passed = answers.map_in(recorded, "result").get("passed")
-    is_last = metadata.get("state") == "production"
-    hint = f"; `forgectl models promote {typed}` promotes it" if passed and not is_last else ""
+    leads_on = metadata.get("state") in PATH[:-1]
+    hint = f"; `forgectl models promote {typed}` promotes it" if passed and leads_on else ""
     tables.print_wrapped(f"{said}{hint}")
 
 

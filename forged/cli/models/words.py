@@ -11,6 +11,8 @@ from forged.cli.forgectl import answers, tables
 from forged.cli.forgectl.answers import Row
 
 ARROW = "→"
+PATH = ("registered", "validating", "staging", "canary", "production")
+"""The states on the way of a promotion."""
 FIGURES = 4
 CHECKSUM_CHARS = 19
 """So many characters of a checksum tell two versions apart in a table."""

@@ -14,7 +14,7 @@ from forged.auth.model import Principal
 from forged.kernel.messages import Decision, Nothing
 from forged.registry import errors
 from forged.registry.book.draft import Draft
-from forged.registry.book.model import Model
+from forged.registry.book.model import UNSOUND, Model
 from forged.registry.book.state import RegistryState
 from forged.registry.errors import argument_invalid
 from forged.registry.messages import (
@@ -46,7 +46,7 @@ from forged.registry.selection import rollback_priority
 
 GUARDED = frozenset({DeploymentState.STAGING, DeploymentState.CANARY, DeploymentState.PRODUCTION})
 """The states that a version is promoted to with evidence."""
-UNSOUND = frozenset({ArtifactState.DAMAGED, ArtifactState.MISSING})
+BEFORE_CANARY = frozenset({DeploymentState.REGISTERED, DeploymentState.VALIDATING, DeploymentState.STAGING})
 ENVIRONMENT_MAX = 64
 
 
@@ -134,7 +134,8 @@ class Evidence:
         record = model.record(result.version)
         is_canary = record.state is DeploymentState.CANARY
         if not is_canary and record.version != model.serving:
-            raise errors.not_measurable(model.model_id, record.version, record.state)
+            leads_to_canary = record.state in BEFORE_CANARY
+            raise errors.not_measurable(model.model_id, record.version, record.state, leads_to_canary=leads_to_canary)
         growth = len(encoded(result)) - (0 if record.report is None else len(encoded(record.report)))
         self._state.require_room(record.holder, max(growth, 0))
         draft = Draft(self._state, by, now)

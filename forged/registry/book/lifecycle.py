@@ -2,7 +2,7 @@
 
 Invariants:
 - A refusal changes nothing, and names the state that the version has.
-- `serving` names a version in production, or none; only promotion and rollback move it.
+- `serving` names a version in production, or none; only promotion, rollback and the end of a model's service move it.
 - A canary is rolled back once for each time that it was made one.
 """
 
@@ -19,7 +19,7 @@ from forged.registry.book.draft import Draft
 from forged.registry.book.evidence import missing, needs_evidence
 from forged.registry.book.model import Model, is_in_production
 from forged.registry.book.state import RegistryState
-from forged.registry.errors import argument_invalid
+from forged.registry.errors import TransitionRefused, argument_invalid
 from forged.registry.messages import (
     SERVING,
     CanaryAction,
@@ -60,6 +60,14 @@ ALIASES_MAX = 1000
 """Of one model."""
 ENTRIES_BYTES_MAX = MOVE_OVERHEAD_BYTES + 4 * (ENTRY_OVERHEAD_BYTES + REASON_CHARS_MAX)
 """What a decision adds to a journal at most, about."""
+TOWARDS_DELETION = {
+    DeploymentState.VALIDATING: DeploymentState.REGISTERED,
+    DeploymentState.STAGING: DeploymentState.REGISTERED,
+    DeploymentState.CANARY: DeploymentState.STAGING,
+    DeploymentState.PRODUCTION: DeploymentState.DEPRECATED,
+    DeploymentState.DEPRECATED: DeploymentState.ARCHIVED,
+}
+"""The next state on the shortest way to one in which a version can be deleted."""
 
 
 class Lifecycle:
@@ -78,6 +86,8 @@ class Lifecycle:
         evidence, waiver = self._check(model, record, request, draft.now(model))
         self._require_room_for_entries(by)
         reason = shortened(request.reason)
+        if request.to is DeploymentState.DEPRECATED and record.version == model.serving:
+            draft.move_alias(model, SERVING, None, reason)
         draft.change_state(model, record.version, request.to, reason, waiver=waiver, evidence=evidence)
         if request.to is DeploymentState.PRODUCTION:
             draft.move_alias(model, SERVING, record.version, reason)
@@ -92,7 +102,9 @@ class Lifecycle:
         if not can_transition_state(was, to):
             raise errors.transition_refused(*name, was, to, TRANSITIONS[was])
         if to is DeploymentState.DEPRECATED and record.version == model.serving:
-            raise errors.serves(*name)
+            successor = model.predecessor()
+            if successor is not None or not shortened(request.reason):
+                raise errors.serves(*name, successor)
         if not needs_evidence(was, to):
             return 0, ""
         waiver = shortened(request.waiver)
@@ -143,12 +155,10 @@ class Lifecycle:
         failed = record.version
         if failed != model.serving:
             why = f"{failed} is {record.state}, and neither a canary nor the serving version"
-            fix = "change its state with `forgectl models transition MODEL@VERSION STATE`"
-            raise errors.rollback_refused(model.model_id, failed, why, fix)
+            raise errors.rollback_refused(model.model_id, failed, why, "name a version that is in service")
         successor = model.predecessor() if to is None else to
         if successor is None:
-            why = f"no version that served before {failed} is in production"
-            raise errors.rollback_refused(model.model_id, failed, why, "promote another version to production first")
+            raise _nothing_to_return_to(model, failed)
         if successor == failed or not is_in_production(model.record(successor)):
             why = f"{successor} is {model.record(successor).state}, and cannot serve instead of {failed}"
             raise errors.rollback_refused(model.model_id, failed, why, "name another version that is in production")
@@ -259,18 +269,18 @@ class Lifecycle:
     # Deletion.
 
     def delete(self, request: DeleteModel, by: Principal, now: float) -> Decision[Nothing]:
-        """Delete a version that is archived and that no alias names."""
+        """Delete a version that is archived, or registered and not wanted for the reason given; no alias names it."""
         model = self._state.model(request.model_id)
         record = model.record(request.version)
-        name = model.model_id, record.version
-        if record.state is not DeploymentState.ARCHIVED:
-            following = " or ".join(sorted(TRANSITIONS[record.state]))
-            command = f"`forgectl models transition {quote(f'{name[0]}@{name[1]}')} STATE`"
-            fix = f"only archived versions are deleted; this one can become {following}: {command}"
-            raise errors.in_use(*name, f"it is {record.state}", fix)
+        name, reason = (model.model_id, record.version), shortened(request.reason)
+        if record.state in TOWARDS_DELETION:
+            raise errors.in_use(*name, f"it is {record.state}", _way_to_deletion(model, record))
+        if record.state is DeploymentState.REGISTERED and not reason:
+            fix = f"give a reason: `forgectl models rm {_typed(record)} --reason REASON`"
+            raise errors.in_use(*name, "it is registered, and may be promoted yet", fix)
         if aliases := model.aliases_of(record.version):
             raise errors.in_use(*name, f"alias {aliases[0]} names it", "move or remove the alias first")
-        draft, reason = Draft(self._state, by, now), shortened(request.reason)
+        draft = Draft(self._state, by, now)
         draft.note(model, JournalKind.DELETED, record.version, was=record.state.value, reason=reason)
         draft.tell(ModelDeleted(*name, draft.by, reason))
         draft.delete(model, record.version)
@@ -281,3 +291,27 @@ class Lifecycle:
             for number in range(last - len(record.validation_sizes) + 1, last + 1):
                 draft.write(validation_key(model.digest, record.version, number), None)
         return draft.decided(Nothing(), self._state.job_of(model.model_id))
+
+
+def _nothing_to_return_to(model: Model, failed: ModelVersion) -> TransitionRefused:
+    damaged = model.predecessor(unfit=())
+    if damaged is None:
+        why = f"no version that served before {failed} is in production"
+        return errors.rollback_refused(model.model_id, failed, why, errors.ends_serving(model.model_id, failed, None))
+    record = model.record(damaged)
+    why = f"{damaged} served before, and its files are {record.artifact_state}"
+    command = f"`forgectl models rollback {quote(model.model_id)} --to {damaged}`"
+    fix = f"verify {damaged} again, or return to it nevertheless: {command}"
+    return errors.rollback_refused(model.model_id, failed, why, fix)
+
+
+def _way_to_deletion(model: Model, record: VersionRecord) -> str:
+    if record.version == model.serving:
+        return errors.ends_serving(model.model_id, record.version, model.predecessor())
+    command = f"`forgectl models transition {_typed(record)} {TOWARDS_DELETION[record.state]}`"
+    return f"only archived and registered versions are deleted: {command} is the next step"
+
+
+def _typed(record: VersionRecord) -> str:
+    """The version as it is typed on a command line."""
+    return quote(f"{record.model_id}@{record.version}")

@@ -8,16 +8,19 @@ Invariants:
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from operator import attrgetter
 
 from forged.registry import errors
-from forged.registry.messages import LATEST, SERVING, ModelPolicy
+from forged.registry.messages import LATEST, SERVING, ArtifactState, ModelPolicy
 from forged.registry.model import DeploymentState, ModelVersion
 from forged.registry.names import digest_of
 from forged.registry.records import AliasMove, ModelHead, VersionRecord
 from forged.registry.versions import parse_version
 from forged.shares import Holder
+
+UNSOUND = frozenset({ArtifactState.DAMAGED, ArtifactState.MISSING})
+"""What a verification has found of files that cannot be served."""
 
 _at = attrgetter("at")
 
@@ -87,11 +90,13 @@ class Model:
         place = bisect_right(moves, at, key=_at)
         return moves[place - 1] if place else None
 
-    def predecessor(self) -> ModelVersion | None:
-        """The version that served before the present one, and is still in production."""
+    def predecessor(self, unfit: Collection[ArtifactState] = UNSOUND) -> ModelVersion | None:
+        """The version that served before the present one, is still in production, and whose files are not unfit."""
         for move in reversed(self.moves.get(SERVING, [])):
             record = self.records.get(move.version) if move.version is not None else None
-            if record is not None and record.version != self.serving and is_in_production(record):
+            if record is None or record.version == self.serving or record.artifact_state in unfit:
+                continue
+            if is_in_production(record):
                 return record.version
         return None
 

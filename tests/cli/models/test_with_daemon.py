@@ -216,7 +216,17 @@ class TestLifecycle:
 
     def test_serving_version_cannot_be_deprecated(self, on_daemon: RegistryDaemon) -> None:
         on_daemon.serve("1.0.0")
-        assert "`forgectl models rollback resnet`" in on_daemon.refused(f"transition {MODEL}@1.0.0 deprecated")
+        on_daemon.serve("1.1.0")
+        assert "`forgectl models rollback resnet`" in on_daemon.refused(f"transition {MODEL}@1.1.0 deprecated")
+
+    def test_service_of_a_model_ends_with_a_reason(self, on_daemon: RegistryDaemon) -> None:
+        on_daemon.serve("1.0.0")
+        refused = on_daemon.refused(f"transition {MODEL}@1.0.0 deprecated")
+        assert "`forgectl models transition resnet@1.0.0 deprecated --reason REASON`" in refused
+        on_daemon.lines(f"transition {MODEL}@1.0.0 deprecated --reason 'the end'")
+        assert on_daemon.json("ls")["models"][0]["serving"] is None
+        assert on_daemon.lines(f"history {MODEL}")[-2].endswith(": the end)")
+        assert "alias serving removed" in on_daemon.lines(f"history {MODEL}")[-2]
 
     @pytest.mark.parametrize("verb", ["promote", "validate", "canary", "tag", "rm"])
     def test_command_that_decides_needs_a_version(self, on_daemon: RegistryDaemon, verb: str) -> None:
@@ -395,6 +405,18 @@ class TestLabels:
     def test_version_in_use_is_not_deleted(self, on_daemon: RegistryDaemon) -> None:
         on_daemon.serve("1.0.0")
         assert "cannot be deleted: it is production" in on_daemon.refused(f"rm {MODEL}@1.0.0")
+
+    def test_version_registered_by_mistake_is_deleted_with_a_reason(self, on_daemon: RegistryDaemon) -> None:
+        on_daemon.register("1.0.0")
+        assert "`forgectl models rm resnet@1.0.0 --reason REASON`" in on_daemon.refused(f"rm {MODEL}@1.0.0")
+        on_daemon.lines(f"rm {MODEL}@1.0.0 --reason 'wrong files'")
+        assert on_daemon.json("ls") == {"models": []}
+
+    def test_validation_of_a_retired_version_hints_at_no_promotion(self, on_daemon: RegistryDaemon) -> None:
+        on_daemon.serve("1.0.0")
+        on_daemon.lines(f"transition {MODEL}@1.0.0 deprecated --reason 'the end'")
+        [said] = on_daemon.lines(f"validate {MODEL}@1.0.0 --accuracy 0.9")
+        assert "promote" not in said
 
 
 class TestFiles:

@@ -235,15 +235,15 @@ class Promoter(Caller):
         one = await self.any_version(client, model_id, DeploymentState.PRODUCTION, DeploymentState.DEPRECATED)
         if one is not None:
             (to,) = TRANSITIONS[one.state]
-            await self.change(
-                client, TransitionModel(model_id, one.version, to), model_id, JournalKind.TRANSITIONED, one.version
-            )
+            reason = self.random.choice(("", "the end"))
+            request = TransitionModel(model_id, one.version, to, reason)
+            await self.change(client, request, model_id, JournalKind.TRANSITIONED, one.version)
 
     async def _delete(self, client: ForgedClient, model_id: str) -> None:
-        one = await self.any_version(client, model_id, DeploymentState.ARCHIVED)
+        one = await self.any_version(client, model_id, DeploymentState.ARCHIVED, DeploymentState.REGISTERED)
         if one is None:
             return
-        request = DeleteModel(model_id, one.version)
+        request = DeleteModel(model_id, one.version, self.random.choice(("", "a mistake")))
         await self.change(client, request, model_id, JournalKind.DELETED, one.version)
         # Its number is never given again, neither by name nor as the next one.
         try:

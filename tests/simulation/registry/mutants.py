@@ -192,18 +192,14 @@ def split_a_promotion() -> Iterator[None]:
 
 @contextmanager
 def deprecate_what_serves() -> Iterator[None]:
-    """The serving version may be deprecated by hand."""
-    check = Lifecycle._check
+    """The last serving version is deprecated, and `serving` goes on to name it."""
+    move_alias = Draft.move_alias
 
-    def careless(self: Lifecycle, model: Model, *arguments: Any) -> Any:
-        serving = model.aliases.pop(SERVING, None)
-        try:
-            return check(self, model, *arguments)
-        finally:
-            if serving is not None:
-                model.aliases[SERVING] = serving
+    def careless(self: Draft, model: Model, alias: str, version: ModelVersion | None, reason: str) -> None:
+        if alias != SERVING or version is not None:
+            move_alias(self, model, alias, version, reason)
 
-    with patch.object(Lifecycle, "_check", careless):
+    with patch.object(Draft, "move_alias", careless):
         yield
 
 
@@ -211,7 +207,7 @@ def deprecate_what_serves() -> Iterator[None]:
 def return_to_a_retired_version() -> Iterator[None]:
     """A rollback returns to the version that served before, whatever its state."""
 
-    def careless(self: Model) -> ModelVersion | None:
+    def careless(self: Model, unfit: object = ()) -> ModelVersion | None:
         served = [move.version for move in self.moves.get(SERVING, []) if move.version in self.records]
         return next((one for one in reversed(served) if one != self.serving), None)
 

@@ -15,7 +15,8 @@ from typing import Any, NoReturn
 from forged.kernel.ledger import FACT_PREFIX
 from forged.kernel.messages import Record
 from forged.kernel.store.port import Transaction
-from forged.registry.book.evidence import GUARDED, UNSOUND
+from forged.registry.book.evidence import GUARDED
+from forged.registry.book.model import UNSOUND
 from forged.registry.messages import (
     AliasMoved,
     CanaryAction,

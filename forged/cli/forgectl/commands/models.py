@@ -163,7 +163,7 @@ def _labelling(verbs: Any) -> None:
     ruling = _of_model(verbs, "policy", _act("change", "policy"), "show or change what a promotion needs")
     positional(ruling, "settings", "KEY=VALUE", nargs="*", help="such as canary=act; KEY= restores the default")
     add_reason(ruling)
-    text = "delete an archived version from the registry; its files stay"
+    text = "delete an archived version, or with --reason a registered one, from the registry; its files stay"
     add_reason(_of_version(verbs, "rm", _act("change", "remove"), text, aliases=["remove"]))
 
 
