@@ -11,6 +11,7 @@ from forged.memory.traces.errors import (
 from forged.memory.traces.model import Buffer, BufferId, Event, Packing, Replay, events
 from forged.memory.traces.planner import plan
 from forged.memory.traces.replay import replay
+from forged.memory.traces.trace_files import TraceFile, read_trace
 
 __all__ = [
     "Buffer",
@@ -20,11 +21,13 @@ __all__ = [
     "Packing",
     "Replay",
     "TraceDoesNotFit",
+    "TraceFile",
     "TraceFileInvalid",
     "TraceInvalid",
     "TraceRefused",
     "TraceTooLarge",
     "events",
     "plan",
+    "read_trace",
     "replay",
 ]

@@ -1,21 +1,11 @@
 from __future__ import annotations
 
-import csv
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from forged.memory.traces import Buffer, FitUnknown, Packing, TraceDoesNotFit, TraceInvalid, plan
-from tests.memory.traces.buffers import (
-    MINIMALLOC,
-    check_packing,
-    minimalloc,
-    naive_height,
-    traces,
-    with_public_traces,
-)
+from tests.memory.traces.buffers import check_packing, naive_height, traces
 
 ABOVE_PEAK = [
     Buffer(number, *life)
@@ -99,17 +89,3 @@ def test_two_buffers_of_one_id_are_refused() -> None:
 def test_plan_refuses_a_capacity_that_is_no_size(capacity: int) -> None:
     with pytest.raises(TraceInvalid, match="capacity must be"):
         plan([], capacity)
-
-
-@with_public_traces
-@pytest.mark.parametrize("name", MINIMALLOC)
-def test_plan_packs_each_minimalloc_trace_into_its_capacity(name: str) -> None:
-    buffers = _read(minimalloc(name))
-    found = plan(buffers, 1_048_576)
-    check_packing(buffers, found.offsets)
-    assert found.height <= 1_048_576
-
-
-def _read(path: Path) -> list[Buffer]:
-    with path.open() as file:
-        return [Buffer(*(int(row[key]) for key in ("id", "lower", "upper", "size"))) for row in csv.DictReader(file)]
