@@ -75,7 +75,8 @@ def _is_missing(result: ValidationResult) -> bool:
 def _faults(result: ValidationResult) -> str:
     """The first fault, and how many more there are."""
     errors = result.errors
-    return errors[0].message if len(errors) == 1 else f"{errors[0].message}, and {len(errors) - 1:,} more problems"
+    more = len(errors) - 1
+    return f"{errors[0].message}, and {more:,} more problem{'s' * (more > 1)}" if more else errors[0].message
 
 
 def _problem_of(result: ValidationResult, checksum: str) -> str:

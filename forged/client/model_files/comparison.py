@@ -7,6 +7,7 @@ Invariants:
 from __future__ import annotations
 
 from pathlib import Path
+from urllib.parse import unquote
 
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.format.content_digest import SCHEME
@@ -60,13 +61,14 @@ def location_of(metadata: ModelMetadata, artifact: Artifact, otherwise: str = ""
             f"the files of {name} are at {where}, which forged does not read",
             "fetch them with the tool of that place, and name the copy as the location",
         )
-    if not Path(where.removeprefix(LOCAL_URL)).parent.is_dir():
+    path = unquote(where.removeprefix(LOCAL_URL)) if where.startswith(LOCAL_URL) else where
+    if not Path(path).parent.is_dir():
         raise Unavailable(
             "model_files_unreachable",
-            f"{Path(where).parent}, where the files of {name} are, does not exist on this host",
+            f"{Path(path).parent}, where the files of {name} are, does not exist on this host",
             "mount it, or use a host that has it",
         )
-    return where
+    return where if is_saved else path
 
 
 def named(metadata: ModelMetadata) -> str:

@@ -3,7 +3,8 @@
 Invariants:
 - The copy appears under its name when all of its bytes are compared with their checksums and durable.
 - Nothing that exists is replaced.
-- No path that the registry names, and no link, leads out of the copy's folder.
+- No path that the registry names, and no link, leads out of the copy's folder. A copy gets a hidden name only from
+  its caller.
 """
 
 from __future__ import annotations
@@ -91,7 +92,10 @@ def _free_target(metadata: ModelMetadata, artifact: Artifact, text: str) -> Path
 
 def _default_name(metadata: ModelMetadata, artifact: Artifact) -> str:
     if not is_checkpoint(metadata, artifact) and is_one_file(artifact, metadata.checksum):
-        return check_path(artifact.files[0].path)
+        name = check_path(artifact.files[0].path).rpartition("/")[2]
+        # A hidden file, such as `.bash_profile` in the home directory, may be one that other programs obey.
+        if not name.startswith("."):
+            return name
     name = check_path(f"{metadata.model_id.rpartition('/')[2]}-{metadata.version}")
     return name + SAFETENSORS if is_checkpoint(metadata, artifact) else name
 

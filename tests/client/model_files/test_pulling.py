@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import pytest
@@ -15,12 +16,12 @@ import forged.checkpoint
 from forged.checkpoint.ports import CancelToken
 from forged.client.model_files import pulling
 from forged.client.model_files.checkpoint_files import describe_checkpoint
-from forged.client.model_files.comparison import is_damage
+from forged.client.model_files.comparison import compare, is_damage
 from forged.client.model_files.description import ModelFiles
 from forged.client.model_files.plain_files import checksum_of, describe_files
 from forged.client.model_files.pulling import Pulled, pull
 from forged.errors import ForgedError
-from forged.registry.messages import Artifact, ArtifactFile
+from forged.registry.messages import Artifact, ArtifactFile, ArtifactState
 from forged.registry.model import ModelMetadata, ModelVersion
 from tests.client.model_files.test_plain_files import sha256, write
 
@@ -63,6 +64,29 @@ def test_folder_is_copied_into_the_current_folder(folder: Path, here: Path) -> N
 def test_file_is_copied_under_its_name(folder: Path, here: Path) -> None:
     done = pulled(describe_files(folder / "a.json", CancelToken()))
     assert (str(done.path), (here / "a.json").read_bytes()) == ("a.json", b"{}")
+
+
+@pytest.mark.parametrize("path", [".bash_profile", "b/.profile"])
+def test_registry_makes_no_hidden_file_in_the_current_folder(folder: Path, here: Path, path: str) -> None:
+    files = describe_files(folder / "a.json", CancelToken())
+    [file] = files.artifact.files
+    artifact = replace(files.artifact, files=[replace(file, path=path)])
+    assert str(pull(metadata_of(files), artifact, None, CancelToken()).path) == "resnet-1.2.0"
+    assert contents(here) == {"resnet-1.2.0": b"{}"}
+
+
+def test_file_is_copied_into_the_target_not_below_it(folder: Path, here: Path) -> None:
+    files = describe_files(folder / "a.json", CancelToken())
+    [file] = files.artifact.files
+    artifact = replace(files.artifact, files=[replace(file, path=".ssh/tool")])
+    assert str(pull(metadata_of(files), artifact, None, CancelToken()).path) == "tool"
+
+
+def test_file_url_is_read_like_the_path(folder: Path, here: Path) -> None:
+    files = describe_files(folder.rename(folder.with_name("a model")), CancelToken())
+    artifact = replace(files.artifact, location=f"file://{quote(files.artifact.location)}")
+    assert compare(metadata_of(files), artifact, CancelToken()).state is ArtifactState.SOUND
+    assert pull(metadata_of(files), artifact, None, CancelToken()).files == 3
 
 
 def test_copy_gets_the_name_that_is_given(folder: Path, here: Path) -> None:
