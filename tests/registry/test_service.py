@@ -5,6 +5,7 @@ from typing import Any
 
 import anyio
 import pytest
+from msgspec.structs import replace
 
 from forged.auth.model import Principal, Role
 from forged.catalog.model import CheckpointState
@@ -14,6 +15,7 @@ from forged.kernel.bus.requests import Proceed
 from forged.kernel.messages import Call
 from forged.kernel.store.port import Conflict, Transaction
 from forged.registry.book.lifecycle import ENTRIES_BYTES_MAX
+from forged.registry.book.model import ALIASES_MAX
 from forged.registry.errors import RegistryRefused
 from forged.registry.messages import (
     LATEST,
@@ -1005,6 +1007,26 @@ async def test_imported_versions_have_their_states_aliases_and_evidence() -> Non
         assert (again.imported, again.known) == ([], reply.imported)
         assert [fact.is_import for fact in one.kernel.facts(ModelRegistered)] == [True, True]
         assert [entry.kind for entry in await one.journal()][-1] == "imported"
+
+
+@on_virtual_time
+async def test_import_gives_a_model_no_more_aliases_than_it_may_have() -> None:
+    async with registry() as one:
+        await one.register()
+        await one.ask(MoveAlias(MODEL, "a0", V1))
+        names = [f"a{number}" for number in range(ALIASES_MAX + 1)]
+        parts = [names[first : first + 16] for first in range(0, len(names), 16)]
+        versions = [
+            ImportedVersion(metadata(ModelVersion(number, 0, 0)), aliases)
+            for number, aliases in enumerate(parts, start=10)
+        ]
+        done = await one.ask(ImportModels(versions, "moving"))
+        [refusal] = done.refused
+        assert "at most 1000 aliases" in refusal
+        aliases = one.service.state.model(MODEL).aliases
+        assert len(aliases) == 16 * (len(parts) - 1)
+        again = await one.ask(ImportModels([replace(versions[-1], aliases=parts[0])], "moving"))
+        assert (len(again.imported), len(aliases)) == (1, 16 * (len(parts) - 1))
 
 
 @on_virtual_time

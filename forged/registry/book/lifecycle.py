@@ -17,7 +17,7 @@ from forged.kernel.messages import Decision, Nothing
 from forged.registry import errors
 from forged.registry.book.draft import Draft
 from forged.registry.book.evidence import missing, needs_evidence
-from forged.registry.book.model import Model, is_in_production
+from forged.registry.book.model import ALIASES_MAX, Model, is_in_production
 from forged.registry.book.state import RegistryState
 from forged.registry.errors import TransitionRefused, argument_invalid
 from forged.registry.messages import (
@@ -56,8 +56,6 @@ from forged.registry.records import (
     validation_key,
 )
 
-ALIASES_MAX = 1000
-"""Of one model."""
 ENTRIES_BYTES_MAX = MOVE_OVERHEAD_BYTES + 4 * (ENTRY_OVERHEAD_BYTES + REASON_CHARS_MAX)
 """What a decision adds to a journal at most, about."""
 TOWARDS_DELETION = {

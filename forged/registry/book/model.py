@@ -19,6 +19,8 @@ from forged.registry.records import AliasMove, ModelHead, VersionRecord
 from forged.registry.versions import parse_version
 from forged.shares import Holder
 
+ALIASES_MAX = 1000
+"""Of one model: its head, which every decision about it writes, has all of them."""
 UNSOUND = frozenset({ArtifactState.DAMAGED, ArtifactState.MISSING})
 """What a verification has found of files that cannot be served."""
 

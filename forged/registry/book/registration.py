@@ -20,7 +20,7 @@ from forged.kernel.messages import Decision
 from forged.registry import errors
 from forged.registry.book.draft import Draft
 from forged.registry.book.evidence import keep_validation
-from forged.registry.book.model import Model
+from forged.registry.book.model import ALIASES_MAX, Model
 from forged.registry.book.state import RegistryState, cost_of
 from forged.registry.errors import argument_invalid
 from forged.registry.messages import (
@@ -115,6 +115,7 @@ class Registration:
         """The versions that can be added; sorts all of them into the reply."""
         forms: dict[str, str] = {}
         planned: dict[tuple[str, ModelVersion], str] = {}
+        aliases: dict[str, set[str]] = {}
         cost = 0
         for one in request.versions:
             name = f"{one.metadata.model_id}@{one.metadata.version}"
@@ -129,6 +130,7 @@ class Registration:
                     raise errors.name_taken(one.metadata.model_id, other)
                 new = self._imported_version(one, by, now)
                 self._state.require_room(by.holder, cost + new.cost)
+                self._plan_aliases(one.metadata.model_id, new.aliases, aliases)
             except RequestRefused as error:
                 reply.refused.append(f"{name[:REFUSED_CHARS_MAX]}: {error.message}")
                 continue
@@ -136,6 +138,14 @@ class Registration:
             cost += new.cost
             reply.imported.append(name)
             yield new
+
+    def _plan_aliases(self, model_id: str, new: list[str], planned: dict[str, set[str]]) -> None:
+        """Add the aliases to those that the model would have; refuses too many."""
+        model = self._state.models.get(model_id)
+        names = planned.setdefault(model_id, set() if model is None else set(model.aliases))
+        if len(names.union(new)) > ALIASES_MAX:
+            raise argument_invalid("aliases", f"{len(names)} and more", f"at most {ALIASES_MAX} aliases of a model")
+        names.update(new)
 
     def _is_known(self, one: ImportedVersion, planned: dict[tuple[str, ModelVersion], str]) -> bool:
         model_id, version = one.metadata.model_id, one.metadata.version
