@@ -23,12 +23,13 @@ from forged.log import SILENT, Log
 from forged.pagination import PAGE_ENTRIES_MAX, take_page
 from forged.registry.book.evidence import Evidence
 from forged.registry.book.lifecycle import Lifecycle
-from forged.registry.book.questions import LOOKED_AT_MAX, Questions, parsed_key
+from forged.registry.book.questions import LOOKED_AT_MAX, Questions, no_best, parsed_key
 from forged.registry.book.registration import Registration
 from forged.registry.book.state import REGISTRY_BYTES_MAX, RegistryState
 from forged.registry.book.version_index import Key
 from forged.registry.journal import StoredJournal
 from forged.registry.messages import (
+    BestVersion,
     CanaryMeasured,
     CompareModels,
     DeleteModel,
@@ -193,10 +194,24 @@ class RegistryService:
 
         return search()
 
-    def _best(self, request: FindBestModel, call: Call) -> Any:
+    def _best(self, request: FindBestModel, call: Call) -> BestVersion | Awaitable[BestVersion]:
         if request.model_id:
             require_access(call.principal, request.needs, request.model_id)
-        return self.questions.best(request, call.principal)
+        ranking = self.questions.ranking(request, call.principal)
+        found = self.questions.best(request, ranking[:LOOKED_AT_MAX])
+        if found is not None or len(ranking) <= LOOKED_AT_MAX:
+            return found or no_best(ranking)
+        left = ranking[LOOKED_AT_MAX:]
+
+        async def search() -> BestVersion:
+            for start in range(0, len(left), LOOKED_AT_MAX):
+                await anyio.lowlevel.checkpoint()
+                found = self.questions.best(request, left[start : start + LOOKED_AT_MAX])
+                if found is not None:
+                    return found
+            return no_best(left)
+
+        return search()
 
     # Canaries.
 

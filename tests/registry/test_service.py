@@ -1134,6 +1134,24 @@ async def test_long_search_lets_other_requests_have_their_turn(monkeypatch: pyte
 
 
 @on_virtual_time
+async def test_long_search_for_the_best_lets_other_requests_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forged.registry.service.LOOKED_AT_MAX", 3)
+    async with registry() as one:
+        production = [metadata(ModelVersion(0, number, 0), state=PRODUCTION) for number in range(20)]
+        await one.ask(ImportModels([ImportedVersion(found) for found in production], "moving"))
+        for number in range(20):
+            await one.validate(ModelVersion(0, number, 0), accuracy_score=number, latency_p99_ms=number)
+        search = one.kernel.bus.submit(FindBestModel(max_latency_ms=2.0), Call(TENANT, "a test"))
+        nothing = one.kernel.bus.submit(FindBestModel(max_latency_ms=-1.0), Call(TENANT, "a test"))
+        of_no_interest = one.kernel.bus.submit(FindBestModel(max_latency_ms=2.0), Call(STRANGER, "a test"))
+        assert not search.done
+        assert of_no_interest.done
+        assert (await search.wait()).metadata.version == ModelVersion(0, 2, 0)
+        assert "within the limits" in (await nothing.wait()).reason
+        assert (await of_no_interest.wait()).reason == "no canary or production version was validated"
+
+
+@on_virtual_time
 async def test_best_version_is_within_the_limits() -> None:
     async with registry() as one:
         best = FindBestModel(MODEL)

@@ -8,7 +8,7 @@ Invariants:
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import merge
 from itertools import islice
 
@@ -18,7 +18,7 @@ from forged.auth.model import Principal
 from forged.pagination import take_page
 from forged.registry.book.evidence import missing
 from forged.registry.book.model import Model
-from forged.registry.book.state import ALL, RegistryState, sees
+from forged.registry.book.state import ALL, Rank, RegistryState, sees
 from forged.registry.book.version_index import Key, Property
 from forged.registry.errors import argument_invalid
 from forged.registry.messages import (
@@ -150,23 +150,28 @@ class Questions:
 
     # The best version.
 
-    def best(self, request: FindBestModel, by: Principal) -> BestVersion:
-        """The best canary or production version by its newest validation."""
+    def ranking(self, request: FindBestModel, by: Principal) -> Sequence[Rank]:
+        """The validated canary and production versions that are asked for, the best first."""
         if request.model_id:
-            self._state.model(request.model_id)
-        looked_at = 0
-        for record in self._state.ranked(request.model_id or ALL):
+            return self._state.ranking_of(self._state.model(request.model_id).model_id)
+        return self._state.ranking_of(ALL) if by.jobs is None else self._state.ranking(self._visible(by, ""))
+
+    def best(self, request: FindBestModel, ranks: Iterable[Rank]) -> BestVersion | None:
+        """The first of these versions that is within the limits."""
+        for record in filter(None, map(self._state.ranked, ranks)):
             validation = record.validation
-            if validation is None or not sees(by, record.model_id):
-                continue
-            looked_at += 1
-            if _meets(validation.result, request):
+            if validation is not None and _meets(validation.result, request):
                 accuracy = validation.result.accuracy_score
                 reason = f"the highest accuracy ({accuracy:g}) of the canary and production versions within the limits"
                 return BestVersion(record.metadata, validation.result, reason)
-        if looked_at:
-            return BestVersion(None, None, "no validated canary or production version is within the limits")
-        return BestVersion(None, None, "no canary or production version was validated")
+        return None
+
+
+def no_best(ranking: Sequence[Rank]) -> BestVersion:
+    """The answer if none of these versions is within the limits."""
+    if ranking:
+        return BestVersion(None, None, "no validated canary or production version is within the limits")
+    return BestVersion(None, None, "no canary or production version was validated")
 
 
 def parsed_key(after: str) -> Key | None:

@@ -8,7 +8,8 @@ Invariants:
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 
 from forged.auth.model import Principal
 from forged.catalog.records import CheckpointRecord
@@ -39,7 +40,7 @@ PARTS = 16
 ALL = ""
 """The ranking of the versions of all models."""
 
-Rank = tuple[float, float, float, float, tuple[int, int, int], str]
+Rank = tuple[float, float, float, float, tuple[int, int, int], str, ModelVersion]
 """The quality of a version, the smallest the best, and its model's id."""
 
 
@@ -210,10 +211,18 @@ class RegistryState:
                 if jobs is None or checkpoint.job in jobs:
                     yield f"model {model_id}@{version}"
 
-    def ranked(self, model_id: str = ALL) -> Iterable[VersionRecord]:
-        """The validated canary and production versions of one model or of all, the best first."""
-        for *_, (major, minor, patch), name in self._ranked.get(model_id, ()):
-            yield self.models[name].records[ModelVersion(-major, -minor, -patch)]
+    def ranking(self, model_ids: Iterable[str]) -> Sequence[Rank]:
+        """The validated canary and production versions of these models, the best first."""
+        return sorted(chain.from_iterable(self._ranked.get(model_id, ()) for model_id in model_ids))
+
+    def ranking_of(self, model_id: str) -> Sequence[Rank]:
+        """The same of one model, or of all; it changes when a version is validated or gets another state."""
+        return self._ranked.get(model_id, ())
+
+    def ranked(self, rank: Rank) -> VersionRecord | None:
+        """The version that had this rank; None if it has none any more."""
+        record = self.models[rank[-2]].records.get(rank[-1])
+        return record if record is not None and record.state in SERVING_STATES else None
 
     def _rank(self, record: VersionRecord) -> None:
         if (rank := _rank_of(record)) is not None:
@@ -258,4 +267,4 @@ def _rank_of(record: VersionRecord) -> Rank | None:
         return None
     has_accuracy, accuracy, has_latency, latency, version = quality(record.metadata, record.validation.result)
     number = (-version.major, -version.minor, -version.patch)
-    return -has_accuracy, -accuracy, -has_latency, -latency, number, record.model_id
+    return -has_accuracy, -accuracy, -has_latency, -latency, number, record.model_id, version
