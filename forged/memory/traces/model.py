@@ -7,7 +7,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TypeGuard
 
 import msgspec
@@ -60,8 +60,8 @@ class Packing(msgspec.Struct, frozen=True):
 class Replay(Packing, frozen=True):
     """What an allocation policy makes of a trace."""
 
-    evicted: Sequence[BufferId] = ()
-    """The buffers that gave way to others while they were alive."""
+    evicted: Mapping[BufferId, int] = msgspec.field(default_factory=dict)
+    """The buffers that gave way to others while they were alive, with the time of it."""
     evicted_bytes: int = 0
 
 

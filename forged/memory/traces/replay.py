@@ -13,25 +13,28 @@ from forged.memory.pool_core import PoolCore
 from forged.memory.traces.errors import argument_invalid, event_invalid, no_place
 from forged.memory.traces.model import Buffer, BufferId, Event, Replay, checked_capacity, peak_of
 
-BEST_FIT, FIRST_FIT, WORST_FIT = PLACING = ("best_fit", "first_fit", "worst_fit")
-"""The smallest hole, the lowest one, the largest one."""
-POLICIES = (*PLACING, *EVICTING)
+BEST_FIT, FIRST_FIT, WORST_FIT = GROWING = ("best_fit", "first_fit", "worst_fit")
+"""The smallest hole, the lowest one, the largest one; the memory grows only if no hole is large enough."""
+POOL = "pool"
+"""As `MemoryPool` allocates: the smallest hole, and what was never used is one of them."""
+POLICIES = (*GROWING, POOL, *EVICTING)
 
 
 def replay(trace: Iterable[Event], capacity: int | None = None, policy: str = BEST_FIT, alignment: int = 1) -> Replay:
-    """Allocate and release in the order of the events; without a capacity the pool is as large as all buffers together.
+    """Allocate and release in the order of the events; without a capacity there is room for all buffers together.
 
-    The policies `lru` and `cost` place like `best_fit` and evict what is in the way, as if every buffer could be
-    brought back; with the other ones a buffer that has no place is refused with `TraceDoesNotFit`.
+    The policies `lru` and `cost` place like `pool` and evict what is in the way, as if every buffer could be brought
+    back; with the other ones a buffer that has no place is refused with `TraceDoesNotFit`.
     """
     given = list(trace)
     if policy not in POLICIES:
         raise argument_invalid("policy", policy, f"one of {', '.join(POLICIES)}")
-    total = sum(event.buffer.size + alignment for event in given if event.is_allocation)
-    pool = _ReplayPool(total if capacity is None else checked_capacity(capacity), policy, alignment)
+    if capacity is None:
+        capacity = sum(event.buffer.size + alignment for event in given if event.is_allocation)
+    pool = _ReplayPool(checked_capacity(capacity), policy, alignment)
     for number, event in enumerate(given):
         pool.apply(number, event)
-    return Replay(pool.offsets, pool.height, peak_of(given), tuple(pool.evicted), pool.evicted_bytes)
+    return Replay(pool.offsets, pool.height, peak_of(given), pool.evicted, pool.evicted_bytes)
 
 
 class _ReplayPool:
@@ -44,8 +47,11 @@ class _ReplayPool:
         self._buffer_of: dict[str, Buffer] = {}
         self.offsets: dict[BufferId, int] = {}
         self.height = 0
-        self.evicted: list[BufferId] = []
+        self.evicted: dict[BufferId, int] = {}
         self.evicted_bytes = 0
+        self._unused: Block | None = None
+        """What is above the height, while it is kept from allocations."""
+        self._keep_unused()
 
     def apply(self, number: int, event: Event) -> None:
         buffer = event.buffer
@@ -62,7 +68,11 @@ class _ReplayPool:
         del self._buffer_of[block_id]
 
     def _allocate(self, number: int, time: int, buffer: Buffer) -> None:
-        block = self._placed(number, buffer)
+        block = self._placed(number, time, buffer)
+        if block is None and self._unused is not None:
+            self._core.free(self._unused.block_id)
+            self._unused = None
+            block = self._placed(number, time, buffer)
         if block is None:
             core = self._core
             raise no_place(buffer.id, buffer.size, time, core.holes.largest_size(), core.total)
@@ -70,22 +80,28 @@ class _ReplayPool:
         self._buffer_of[block.block_id] = buffer
         self.offsets[buffer.id] = block.offset
         self.height = max(self.height, block.end)
+        self._keep_unused()
 
-    def _placed(self, number: int, buffer: Buffer) -> Block | None:
-        """The block of the buffer; `number` stands for the time of its last use, so that events of one time differ."""
-        if buffer.size > self._core.total:
+    def _keep_unused(self) -> None:
+        if self._policy in GROWING and self._unused is None and self.height < self._core.total:
+            block = MemoryBlock("unused", self.height, self._core.total - self.height, BlockStatus.PINNED)
+            self._unused = self._core.claim(block)
+
+    def _placed(self, number: int, time: int, buffer: Buffer) -> Block | None:
+        """The block of the buffer; `number` is its last use, so that buffers of one time have an order."""
+        if -(-buffer.size // self._alignment) * self._alignment > self._core.total:
             return None
         request = AllocationRequest(str(buffer.id), buffer.size, self._alignment)
         if self._policy in (FIRST_FIT, WORST_FIT):
             return self._claimed(buffer.size)
-        if self._policy == BEST_FIT:
+        if self._policy not in EVICTING:
             return self._core.allocate(request, number)
         room = make_room(self._core, buffer.size, self._alignment, self._policy)
         if room is None:
             return None
         for victim in room.victims:
             gone = self._buffer_of[victim.block_id]
-            self.evicted.append(gone.id)
+            self.evicted[gone.id] = time
             self.evicted_bytes += gone.size
         return self._core.allocate(request, number, is_cached=True)
 

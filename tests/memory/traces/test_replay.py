@@ -5,14 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forged.memory.traces import Buffer, Event, TraceDoesNotFit, TraceInvalid, events, replay
-from forged.memory.traces.replay import PLACING, POLICIES
+from forged.memory.traces.replay import GROWING, POLICIES
 from tests.memory.traces.buffers import check_packing, traces
 
 # The holes are 4 and 3 bytes when the last one comes: at 0, and at 6.
 HOLES = [Buffer("a", 0, 2, 4), Buffer("b", 0, 9, 2), Buffer("c", 0, 2, 3), Buffer("d", 0, 9, 1), Buffer("e", 2, 9, 2)]
 
 
-@given(traces(), st.sampled_from(PLACING))
+@given(traces(), st.sampled_from([*GROWING, "pool"]))
 def test_replay_overlaps_nowhere_and_is_not_below_the_peak(buffers: list[Buffer], policy: str) -> None:
     found = replay(events(buffers), policy=policy)
     check_packing(buffers, found.offsets)
@@ -38,9 +38,16 @@ def test_replay_places_every_buffer_at_the_alignment(buffers: list[Buffer], alig
     assert all(offset % alignment == 0 for offset in found.offsets.values())
 
 
-@pytest.mark.parametrize(("policy", "offset"), [("best_fit", 6), ("first_fit", 0), ("worst_fit", 10)])
+@pytest.mark.parametrize(("policy", "offset"), [("best_fit", 6), ("pool", 6), ("first_fit", 0), ("worst_fit", 0)])
 def test_the_policy_chooses_the_hole(policy: str, offset: int) -> None:
     assert replay(events(HOLES), 20, policy).offsets["e"] == offset
+
+
+def test_best_fit_grows_only_if_no_hole_fits_and_the_pool_uses_the_smallest_hole() -> None:
+    # The hole below the height is 5 bytes and joins what is unused: the pool prefers the hole of 6.
+    buffers = [Buffer("a", 0, 2, 6), Buffer("b", 0, 9, 1), Buffer("c", 0, 2, 5), Buffer("d", 3, 9, 5)]
+    assert replay(events(buffers), 20).offsets["d"] == 7
+    assert replay(events(buffers), 20, "pool").offsets["d"] == 0
 
 
 def test_a_buffer_without_a_place_is_refused_with_the_largest_hole() -> None:
@@ -51,7 +58,7 @@ def test_a_buffer_without_a_place_is_refused_with_the_largest_hole() -> None:
 def test_lru_evicts_the_oldest_buffer_and_best_fit_does_not() -> None:
     buffers = [Buffer("old", 0, 9, 6), Buffer("new", 1, 9, 4), Buffer("next", 2, 9, 5)]
     found = replay(events(buffers), 10, "lru")
-    assert (list(found.evicted), found.evicted_bytes) == (["old"], 6)
+    assert (found.evicted, found.evicted_bytes) == ({"old": 2}, 6)
     with pytest.raises(TraceDoesNotFit):
         replay(events(buffers), 10)
 
