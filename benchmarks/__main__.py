@@ -36,6 +36,7 @@ BENCHMARKS = (
     "catalog",
     "catalog_daemon",
     "registry",
+    "memory_service",
     "slots",
     "restore_estimate",
 )

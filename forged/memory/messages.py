@@ -22,7 +22,7 @@ BATCH_MAX = 256
 """Blocks in one request."""
 
 
-class Handle(msgspec.Struct, frozen=True, array_like=True):
+class Handle(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A block as its owner knows it. The version grows when the block moves: a handle of an older one is refused."""
 
     name: str
@@ -43,7 +43,7 @@ class HeldBlock(msgspec.Struct, frozen=True):
     """What it costs to bring the content back, by the owner's estimate."""
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class Wanted(msgspec.Struct, frozen=True, gc=False):
     """A block that is wanted."""
 
     name: str
@@ -69,7 +69,7 @@ class Shortage(msgspec.Struct, frozen=True):
     fix: str
 
 
-class Allocated(msgspec.Struct, frozen=True):
+class Allocated(msgspec.Struct, frozen=True, gc=False):
     """The outcome for one wanted block."""
 
     name: str

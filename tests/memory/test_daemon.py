@@ -16,6 +16,7 @@ from forged.client.client import EARLIEST
 from forged.elastic.messages import JoinJob
 from forged.elastic.model import WorkerId
 from forged.errors import ForgedError
+from forged.jobs.model import SettingValue
 from forged.kernel.messages import Record
 from forged.memory.messages import Allocated, BlocksFreed, DeviceRemoved, HeldBlock, Wanted
 from forged.memory.model import AllocationRequest, GpuDevice
@@ -25,6 +26,8 @@ from tests.memory.holding_script import SIZE, TOTAL
 JOB = "run"
 GPU = "w0/gpu0"
 HANGS_S = 60.0
+HEARTBEAT_MS = 600_000
+"""The workers send no heartbeats, and are not failed by a busy machine."""
 INCARNATIONS = {name: os.urandom(16) for name in ("w0", "w1")}
 
 
@@ -41,7 +44,12 @@ def client_of(runner: DaemonRunner) -> ForgedClient:
 
 
 async def join(client: ForgedClient, name: str) -> None:
-    await client.request(JoinJob(JOB, WorkerId(name, "127.0.0.1", 1), INCARNATIONS[name], os.getpid()))
+    settings: dict[str, SettingValue] = {
+        "worker_heartbeat_timeout_ms": HEARTBEAT_MS,
+        "reconnect_grace_ms": HEARTBEAT_MS,
+    }
+    worker = WorkerId(name, "127.0.0.1", 1)
+    await client.request(JoinJob(JOB, worker, INCARNATIONS[name], os.getpid(), settings=settings))
 
 
 async def register(client: ForgedClient, name: str = "w0", total: int = TOTAL) -> bool:

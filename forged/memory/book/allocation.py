@@ -38,6 +38,7 @@ from forged.memory.shortage import missing_room
 from forged.memory.waiting import WAIT_MAX_S, Waiting
 
 EVICTED_NAMED_MAX = 100
+_NONE: Sequence[Block] = ()
 CHANGES = ("pin", "unpin", "cache", "use", "touch")
 
 
@@ -71,33 +72,24 @@ class Allocation:
     def _attempt(self, device: Device, request: AllocateMemory, owner: Owner) -> Attempt:
         """What is wanted, checked, and what of it the worker has already."""
         wanted = request.wanted
-        refusals.require_between("wanted", len(wanted), 1, BATCH_MAX)
+        if not 0 < len(wanted) <= BATCH_MAX:
+            refusals.require_between("wanted", len(wanted), 1, BATCH_MAX)
         attempt = Attempt(request, owner, [])
-        names = set()
+        find, prefix, missing = device.core.find, owner.block_id(""), attempt.missing
         for one in wanted:
-            if one.name in names:
-                raise refusals.invalid("wanted", one.name, "names that occur once")
-            names.add(one.name)
-            needed = self._checked(device, one)
-            block = device.core.find(owner.block_id(one.name))
+            needed = _checked(device, one)
+            block = find(prefix + one.name)
             if block is None:
-                attempt.missing.append(one)
+                missing.append(one)
             elif block.size != needed or block.tensor_id != one.request.tensor_id:
                 raise refusals.name_taken(one.name, block.size, needed)
             else:
                 attempt.found[one.name] = Allocated(one.name, owner.handle(block), block.offset, block.size)
+        if len(wanted) > 1 and len({one.name for one in wanted}) < len(wanted):
+            raise refusals.invalid("wanted", [one.name for one in wanted], "names that occur once")
         if attempt.missing and not self._table.block_shares.fits(owner.holder, len(attempt.missing)):
             raise refusals.blocks_full(self._table.block_shares.shortage(owner.holder))
         return attempt
-
-    def _checked(self, device: Device, wanted: Wanted) -> int:
-        """The size that the block would have."""
-        request = wanted.request
-        refusals.require_name("name", wanted.name)
-        if len(request.tensor_id) > refusals.NAME_CHARS_MAX:
-            raise refusals.invalid("tensor_id", request.tensor_id, f"at most {refusals.NAME_CHARS_MAX} characters")
-        require_content(wanted.content, wanted.reload_s)
-        return device.core.needed(request.size, request.alignment)[0]
 
     def _try(self, device: Device, attempt: Attempt, now: Moment) -> None:
         """Allocate what is missing, as far as it fits; with `all_or_none` nothing unless all fit."""
@@ -106,54 +98,45 @@ class Allocation:
         missing, got = [], list[Block]()
         evicted = list[Block]()
         for wanted in attempt.missing:
-            victims = self._make_room(device, attempt, wanted)
-            block = None
-            if victims is not None:
-                request = wanted.request
-                block = device.core.allocate(
-                    request,
-                    now.wall,
-                    attempt.owner.block_id(wanted.name),
-                    is_cached=wanted.cached,
-                    owner=attempt.owner.worker_id,
-                    content=wanted.content,
-                    reload_s=wanted.reload_s,
-                )
+            block, victims = self._get(device, attempt, wanted, now)
             if block is None:
                 missing.append(wanted)
                 if attempt.request.all_or_none:
                     break
                 continue
             got.append(block)
-            evicted += victims or ()
-            names = [victim.block_id for victim in victims or ()]
-            attempt.found[wanted.name] = Allocated(
-                wanted.name, attempt.owner.handle(block), block.offset, block.size, names
-            )
+            evicted += victims
+            names = [victim.block_id for victim in victims]
+            handle = Handle(wanted.name, block.version)
+            attempt.found[wanted.name] = Allocated(wanted.name, handle, block.offset, block.size, names)
         if missing and attempt.request.all_or_none:
             self._take_back(device, attempt, got, evicted)
             return
-        for block in got:
-            self._table.entered(device, block, attempt.owner)
+        self._table.entered(device, got, attempt.owner)
         for block in evicted:
             self._table.gone(device, block)
         if evicted:
             self._tell_evicted(device, attempt, evicted)
         attempt.missing = missing
 
-    def _make_room(self, device: Device, attempt: Attempt, wanted: Wanted) -> Sequence[Block] | None:
-        """Evict so that the block fits; the blocks that gave way, or None if it cannot fit."""
+    def _get(
+        self, device: Device, attempt: Attempt, wanted: Wanted, now: Moment
+    ) -> tuple[Block | None, Sequence[Block]]:
+        """The block, if it fits, and what gave way to it."""
+        block = _allocated(device, attempt.owner, wanted, now)
+        if block is not None or not attempt.request.evict:
+            return block, _NONE
+        victims = self._make_room(device, attempt, wanted)
+        return (_allocated(device, attempt.owner, wanted, now) if victims else None), victims
+
+    def _make_room(self, device: Device, attempt: Attempt, wanted: Wanted) -> Sequence[Block]:
+        """Evict so that a block fits for which there is no hole; the blocks that gave way, none if it cannot fit."""
         core, request = device.core, wanted.request
-        needed, alignment = core.needed(request.size, request.alignment)
-        if core.holes.best_fit(needed, alignment) is not None:
-            return ()
-        if not attempt.request.evict:
-            return None
         room = find_room(core, request.size, request.alignment, self.eviction)
         # The blocks of one request do not evict each other.
         own = {attempt.owner.block_id(name) for name in attempt.found}
         if room is None or any(victim.block_id in own for victim in room.victims):
-            return None
+            return _NONE
         core.evict_blocks(room.victims)
         return room.victims
 
@@ -335,6 +318,30 @@ class Allocation:
         if len(blocks) > 1 and len({block.block_id for block in blocks}) < len(blocks):
             raise refusals.invalid("handles", [handle.name for handle in handles], "names that occur once")
         return blocks
+
+
+def _checked(device: Device, wanted: Wanted) -> int:
+    """The size that the block would have."""
+    request = wanted.request
+    refusals.require_name("name", wanted.name)
+    if len(request.tensor_id) > refusals.NAME_CHARS_MAX:
+        raise refusals.invalid("tensor_id", request.tensor_id, f"at most {refusals.NAME_CHARS_MAX} characters")
+    if wanted.content or wanted.reload_s is not None:
+        require_content(wanted.content, wanted.reload_s)
+    return device.core.needed(request.size, request.alignment)[0]
+
+
+def _allocated(device: Device, owner: Owner, wanted: Wanted, now: Moment) -> Block | None:
+    """The block in a hole; None if there is none for it."""
+    return device.core.allocate(
+        wanted.request,
+        now.wall,
+        owner.block_id(wanted.name),
+        is_cached=wanted.cached,
+        owner=owner.worker_id,
+        content=wanted.content,
+        reload_s=wanted.reload_s,
+    )
 
 
 def _require_changeable(block: Block, change: str) -> None:

@@ -47,8 +47,7 @@ class Assertion:
             for block in entered:
                 device.core.free(block.block_id)
             raise refusals.assertion_refused(device.name, reasons)
-        for block in entered:
-            self._table.entered(device, block, owner)
+        self._table.entered(device, entered, owner)
         if not request.more:
             self._table.asserted(device, owner, now)
         return handles

@@ -8,7 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -199,13 +199,16 @@ class DeviceTable:
 
     # Blocks.
 
-    def entered(self, device: Device, block: Block, owner: Owner) -> None:
-        """Count a block, for which there is room in the limits."""
-        self.block_shares.charge(owner.holder, 1)
+    def entered(self, device: Device, entered: Sequence[Block], owner: Owner) -> None:
+        """Count blocks, for which there is room in the limits."""
+        if not entered:
+            return
+        self.block_shares.charge(owner.holder, len(entered))
         blocks = owner.blocks.get(device)
         if blocks is None:
             blocks = owner.blocks[device] = {}
-        blocks[block.block_id] = None
+        for block in entered:
+            blocks[block.block_id] = None
 
     def gone(self, device: Device, block: Block, owner: Owner | None = None) -> None:
         """Count a block no more that was freed."""
