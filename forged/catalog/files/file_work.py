@@ -46,6 +46,8 @@ SCRUB_PAUSE_S = 60.0
 SCRUB_CHOSEN_AT_ONCE = 1000
 NOT_VERIFIED_S = 600.0
 """So long a checkpoint that could not be read is not verified again."""
+NOT_DELETED_S = 60.0
+"""So long after a deletion had to wait for readers or other checkpoints it is tried again."""
 SUSPECT_BYTES_PER_S = 100 << 20
 """The rate at which a checkpoint is verified that a worker has reported as corrupt, where scrubbing is off."""
 VERIFYING = "verifying"
@@ -244,7 +246,7 @@ class FileWork:
             self._log.debug("a checkpoint was not verified", checkpoint=task.checkpoint_id, reason=error.message)
             return True
         if error.code in NOT_YET:
-            queue.postpone(folder, task, now)
+            queue.postpone(folder, task, now, NOT_DELETED_S)
             self._log.debug("a checkpoint is not deleted yet", folder=folder, reason=error.message)
             return True
         failing_s = queue.failed(folder, task, now)

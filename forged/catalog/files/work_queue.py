@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 PAUSE_S_MIN = 1.0
 PAUSE_S_MAX = 600.0
-POSTPONED_S = 60.0
 
 
 class FileTaskKind(StrEnum):
@@ -158,7 +157,7 @@ class WorkQueue:
         one.pause.end()
         one.storage.pause.end()
 
-    def postpone(self, folder: str, task: FileTask, now: float, seconds: float = POSTPONED_S) -> None:
+    def postpone(self, folder: str, task: FileTask, now: float, seconds: float) -> None:
         """The task cannot be done yet; the work in the folder goes on."""
         one = self._folders[folder]
         one.storage.pause.end()

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from math import inf
 
-from forged.catalog.files.work_queue import PAUSE_S_MAX, POSTPONED_S, FileTask, FileTaskKind, WorkQueue
+from forged.catalog.files.work_queue import PAUSE_S_MAX, FileTask, FileTaskKind, WorkQueue
 
 A, B = (FileTask(FileTaskKind.DELETE, name) for name in "ab")
 
@@ -60,13 +60,13 @@ def test_task_that_has_to_wait_delays_no_other() -> None:
     one.add("x", "disk", B)
     assert list(one.begin(0.0)) == ["x"]
     assert one.next("x") == A
-    one.postpone("x", A, 0.0)
+    one.postpone("x", A, 0.0, 60.0)
     one.add("x", "disk", A)
     assert one.next("x") == B
     one.done("x", B)
     assert one.next("x") is None
-    assert (len(one), one.next_at(), list(one.begin(0.0))) == (1, POSTPONED_S, [])
-    assert list(one.begin(POSTPONED_S)) == ["x"]
+    assert (len(one), one.next_at(), list(one.begin(0.0))) == (1, 60.0, [])
+    assert list(one.begin(60.0)) == ["x"]
     assert one.next("x") == A
     one.done("x", A)
     assert one.next("x") is None

@@ -10,7 +10,7 @@ import pytest
 
 from forged import checkpoint
 from forged.auth.model import Role
-from forged.catalog.files import work_queue
+from forged.catalog.files import file_work
 from forged.catalog.messages import (
     AdoptedCheckpoint,
     CompleteCheckpoint,
@@ -67,7 +67,7 @@ def prefixes(folder: Path) -> list[str]:
 async def test_false_confirmations_forget_only_what_the_own_workers_are_to_delete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(work_queue, "POSTPONED_S", 0.05)
+    monkeypatch.setattr(file_work, "NOT_DELETED_S", 0.05)
     runner = DaemonRunner(config_in(tmp_path / "daemon", listen=("tcp://127.0.0.1:0",)))
     await runner.open()
     managed, others, own = tmp_path / "managed", tmp_path / "others", tmp_path / "own"
