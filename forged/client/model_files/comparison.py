@@ -14,7 +14,7 @@ from forged.checkpoint.format.content_digest import SCHEME
 from forged.checkpoint.ports import CancelToken
 from forged.checkpoint.progress import Progress
 from forged.client.model_files.checkpoint_files import compare_checkpoint
-from forged.client.model_files.plain_files import DAMAGED, FilesVerdict, compare_files
+from forged.client.model_files.plain_files import DAMAGED, FilesVerdict, compare_files, is_folder
 from forged.errors import ForgedError, RequestRefused, Unavailable
 from forged.registry.messages import Artifact
 from forged.registry.model import ModelMetadata
@@ -62,7 +62,7 @@ def location_of(metadata: ModelMetadata, artifact: Artifact, otherwise: str = ""
             "fetch them with the tool of that place, and name the copy as the location",
         )
     path = unquote(where.removeprefix(LOCAL_URL)) if where.startswith(LOCAL_URL) else where
-    if not Path(path).parent.is_dir():
+    if not is_folder(Path(path).parent):
         raise Unavailable(
             "model_files_unreachable",
             f"{Path(path).parent}, where the files of {name} are, does not exist on this host",

@@ -44,8 +44,12 @@ _SPECIAL = frozenset({errno.ENXIO, errno.ENODEV, errno.EISDIR})
 def describe_files(where: Where, token: CancelToken, progress: Progress | None = None) -> ModelFiles:
     """Describe a file, or all files of a folder, with their checksums."""
     given = Path(where)
-    root = given.resolve() if given.is_dir() else given.parent.resolve() / given.name
-    paths = list(_paths_in(root)) if root.is_dir() else [root.name]
+    is_whole_folder = is_folder(given)
+    try:
+        root = given.resolve() if is_whole_folder else given.parent.resolve() / given.name
+        paths = list(_paths_in(root)) if is_whole_folder else [root.name]
+    except OSError as error:
+        raise _unreadable(error.filename or given, error) from error
     if not paths:
         raise ConfigError("model_files_missing", f"{root} contains no files", "name a file, or a folder with files")
     if len(paths) > FILES_MAX:
@@ -54,11 +58,11 @@ def describe_files(where: Where, token: CancelToken, progress: Progress | None =
             f"{root} contains {len(paths):,} files; limit {FILES_MAX:,}",
             "pack them into an archive, and register that",
         )
-    sources = {check_path(path): (root / path if root.is_dir() else root) for path in sorted(paths)}
+    sources = {check_path(path): (root / path if is_whole_folder else root) for path in sorted(paths)}
     sizes = {path: _size_of(source) for path, source in sources.items()}
     found = hashed(sources, sizes, token, progress)
     files = [ArtifactFile(path, sizes[path], found[path]) for path in sources]
-    checksum = checksum_of(files) if root.is_dir() else files[0].checksum
+    checksum = checksum_of(files) if is_whole_folder else files[0].checksum
     return ModelFiles(Artifact(location=str(root), files=files), checksum, sum(sizes.values()))
 
 
@@ -167,7 +171,7 @@ def opened(source: Path) -> Iterator[OpenedFile]:
             raise FileMissing("model_file_missing", f"{source} does not exist", "check the path") from error
         if error.errno in _SPECIAL:
             raise _not_regular(source) from error
-        raise ConfigError("model_file_unreadable", f"{source}: {error.strerror}", "check the permissions") from error
+        raise _unreadable(source, error) from error
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
@@ -175,6 +179,25 @@ def opened(source: Path) -> Iterator[OpenedFile]:
         yield OpenedFile(source, fd, found.st_size)
     finally:
         os.close(fd)
+
+
+def looked_at(path: Path) -> os.stat_result | None:
+    """What a path leads to; None if there is nothing. One that cannot be looked at is an error: it proves nothing."""
+    try:
+        return path.stat()
+    except OSError as error:
+        if error.errno in _ABSENT:
+            return None
+        raise _unreadable(path, error) from error
+
+
+def is_folder(path: Path) -> bool:
+    found = looked_at(path)
+    return found is not None and stat.S_ISDIR(found.st_mode)
+
+
+def _unreadable(source: Where, error: OSError) -> ConfigError:
+    return ConfigError("model_file_unreadable", f"{source}: {error.strerror}", "check the path and the permissions")
 
 
 def _not_regular(source: Path) -> ConfigError:
@@ -224,7 +247,7 @@ def compare_files(
     if disagreement:
         return FilesVerdict(ArtifactState.DAMAGED, disagreement)
     sources = sources_of(artifact, checksum, location)
-    if not Path(location).exists():
+    if looked_at(Path(location)) is None:
         return FilesVerdict(ArtifactState.MISSING, f"{location} does not exist")
     count = ByteCount(sum(file.size_bytes for file in artifact.files), progress)
     problems: dict[str, str] = {}

@@ -13,10 +13,12 @@ import pytest
 
 from forged.checkpoint.ports import CancelToken
 from forged.client.model_files import plain_files
+from forged.client.model_files.comparison import compare
 from forged.client.model_files.description import ModelFiles
 from forged.client.model_files.plain_files import check_path, checksum_of, compare_files, describe_files
-from forged.errors import ForgedError
+from forged.errors import ConfigError, ForgedError
 from forged.registry.messages import Artifact, ArtifactFile, ArtifactState
+from forged.registry.model import ModelMetadata, ModelVersion
 
 
 def write(folder: Path, files: dict[str, bytes]) -> Path:
@@ -72,6 +74,20 @@ def test_progress_reaches_the_total(folder: Path) -> None:
     describe_files(folder, CancelToken(), lambda done, total: told.append((done, total)))
     assert told[-1] == (3_000_002, 3_000_002)
     assert len(told) > 2
+
+
+LONG = "y" * 300
+"""A name that no file system takes, so that it cannot be looked at."""
+
+
+@pytest.mark.parametrize("path", [LONG, f"{LONG}/weights"])
+def test_path_that_cannot_be_looked_at_is_neither_described_nor_missing(tmp_path: Path, path: str) -> None:
+    with pytest.raises(ConfigError, match="File name too long"):
+        describe_files(tmp_path / path, CancelToken())
+    artifact = Artifact(str(tmp_path / path), files=[ArtifactFile("weights", 5, sha256(b"bytes"))])
+    metadata = ModelMetadata("resnet", "", ModelVersion(1, 0, 0), "", [], [], 5, sha256(b"bytes"))
+    with pytest.raises(ConfigError, match="File name too long"):
+        compare(metadata, artifact, CancelToken())
 
 
 def test_link_to_a_file_stands_for_the_file(tmp_path: Path) -> None:
