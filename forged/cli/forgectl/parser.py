@@ -53,6 +53,14 @@ class Parser(argparse.ArgumentParser):
         self.whole()
         return super().parse_known_args(args, namespace)
 
+    def _match_arguments_partial(self, actions: Any, arg_strings_pattern: str) -> list[int]:
+        """Before an option, arguments that may be absent wait for what follows it. Newer versions of Python do so."""
+        counts: list[int] = super()._match_arguments_partial(actions, arg_strings_pattern)
+        if arg_strings_pattern[sum(counts) :].startswith("O"):
+            while counts and not counts[-1]:
+                counts.pop()
+        return counts
+
     def error(self, message: str) -> NoReturn:
         raise Misuse(self, message)
 

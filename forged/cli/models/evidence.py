@@ -21,6 +21,7 @@ from forged.errors import ConfigError
 COLUMNS = ("number", "passed", "p50", "p99", "accuracy", "samples", "at_at", "by", "environment", "errors")
 YIELDING = ("environment", "errors", "by", "samples", "p50")
 STDIN = "-"
+SAMPLES_FORM = "write numbers of milliseconds, one per line or as a JSON list"
 NAN = float("nan")
 
 
@@ -155,13 +156,16 @@ def _samples(where: str | None) -> list[float]:
     text = _text_of(where)
     try:
         listed: Any = json.loads(text) if text.lstrip().startswith("[") else text.replace(",", " ").split()
-        return list(map(float, listed))
+        samples = list(map(float, listed))
     except (ValueError, TypeError) as error:
         raise ConfigError(
             "usage_wrong",
             f"{where} has other things than latencies: {error}",
-            "write numbers of milliseconds, one per line or as a JSON list",
+            SAMPLES_FORM,
         ) from None
+    if not samples:
+        raise ConfigError("usage_wrong", f"{where} contains no latencies", SAMPLES_FORM)
+    return samples
 
 
 def _text_of(where: str) -> str:

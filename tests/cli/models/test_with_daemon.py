@@ -31,6 +31,13 @@ class TestRegistration:
         assert shown["metadata"]["tags"] == {"a": "b"}
         assert shown["metadata"]["version"] == "0.1.0"
 
+    def test_options_may_stand_between_the_arguments(self, on_daemon: RegistryDaemon, tmp_path: Path) -> None:
+        on_daemon.register("1.0.0")
+        assert on_daemon.json(f"tag {MODEL}@1.0.0 --remove a b=c")["tags"] == {"b": "c"}
+        assert on_daemon.json(f"policy {MODEL} --reason x canary=act")["canary"] == "act"
+        on_daemon.lines(f"register weights --files '{on_daemon.file('weights')}'")
+        assert on_daemon.json(f"pull weights --timeout 60 {tmp_path}/copy")["target"] == f"{tmp_path}/copy"
+
     def test_next_versions_are_assigned(self, on_daemon: RegistryDaemon) -> None:
         file = on_daemon.file("weights")
         for words, version in (("resnet@1.4.2", "1.4.2"), ("resnet --bump major", "2.0.0"), ("resnet", "2.1.0")):
@@ -246,6 +253,13 @@ class TestEvidence:
             assert recorded["samples"] == 4
             assert (recorded["result"]["latency_p50_ms"], recorded["result"]["latency_p99_ms"]) == (4.0, 9.0)
         assert recorded["result"]["accuracy_score"] is None
+
+    @pytest.mark.parametrize("text", ["", " \n", "[]"])
+    def test_file_without_samples_is_no_evidence(self, on_daemon: RegistryDaemon, tmp_path: Path, text: str) -> None:
+        on_daemon.register("1.0.0")
+        (tmp_path / "samples").write_text(text)
+        code, _, err = on_daemon.run(f"validate {MODEL}@1.0.0 --samples {tmp_path}/samples")
+        assert (code, "contains no latencies" in err) == (2, True)
 
     def test_validations_are_listed_the_newest_first(self, on_daemon: RegistryDaemon) -> None:
         on_daemon.register("1.0.0")
