@@ -220,12 +220,20 @@ class MemoryService:
         """Workers have failed or left; another process may have a name by now."""
         job, fact = record.job, record.fact
         reason = getattr(fact, "reason", "its job is complete")
-        for owner in [one for one in self.table.owners.values() if one.job == job]:
+        for owner in self._owners_of(record):
             if not self._workers.is_registered(job, owner.worker_id, owner.incarnation):
                 self.table.remove_worker(owner, reason, self._now())
         if isinstance(fact, WorkerFailed | WorkerLeft):
             self.table.settle_gone(job, fact.worker_id, self._workers.is_registered, self._now())
         self._record_facts(record.id)
+
+    def _owners_of(self, record: Record) -> list[Owner]:
+        """The workers with devices or blocks that a fact is about: one, or all of a job."""
+        owners, fact = self.table.owners, record.fact
+        if isinstance(fact, WorkerFailed | WorkerLeft):
+            owner = owners.get((record.job, fact.worker_id))
+            return [] if owner is None else [owner]
+        return [one for one in owners.values() if one.job == record.job]
 
     def _job_removed(self, record: Record) -> None:
         self.table.remove_job(record.job, self._now())

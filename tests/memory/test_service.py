@@ -10,6 +10,7 @@ from forged.auth.model import Principal, Role
 from forged.elastic.messages import WorkerLeft
 from forged.errors import ForgedError, RequestRefused, Unavailable
 from forged.jobs.model import JobRemoved
+from forged.memory.book import compactions
 from forged.memory.book.compactions import PLAN_S
 from forged.memory.book.device_table import ASSERT_S, MemoryLimits
 from forged.memory.messages import (
@@ -435,6 +436,22 @@ async def test_an_impossible_hole_is_refused() -> None:
         held = await with_gaps(memory)
         await memory.change("pin", *held)
         await refused("memory_plan_impossible", memory.ask(PlanCompaction(JOB, GPU, 16 * KIB)))
+
+
+@on_virtual_time
+async def test_plans_take_a_bounded_share_of_the_daemons_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compactions, "PLAN_BLOCKS_MAX", 10)
+    monkeypatch.setattr(compactions, "PLAN_BLOCKS_PER_S", 10)
+    async with memory_daemon() as memory:
+        await with_gaps(memory)
+        plan = PlanCompaction(JOB, GPU, dry_run=True)
+        await memory.ask(plan)
+        await memory.ask(plan)
+        await refused("memory_planning_busy", memory.ask(plan))
+        await anyio.sleep(1.0)
+        await memory.ask(plan)
+        await memory.allocate(*(wanted(f"more{number}", 256) for number in range(7)))
+        await refused("memory_plan_too_large", memory.ask(plan))
 
 
 # After a restart.

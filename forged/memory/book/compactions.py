@@ -17,6 +17,7 @@ from forged.memory.compaction import plan_compaction, plan_hole
 from forged.memory.messages import CommitMove, CompactionPlan, CompactionPlanned, PlanCompaction
 from forged.memory.model import ALIGNMENT_DEFAULT
 from forged.memory.moves import MovePlan
+from forged.rate_limit import TokenBucket
 
 PLAN_S = 30.0
 """So long the owners of blocks have to copy and commit."""
@@ -25,7 +26,10 @@ MOVES_MAX = 1024
 WAITING_BYTES_MAX, WAITING_MOVES_MAX = 16 << 30, 256
 """The bounds of a plan for a request that waits."""
 PLAN_AGAIN_S = 1.0
-"""So often a plan is looked for while a request waits: that takes time in a pool of many blocks."""
+"""So often a plan is looked for while a request waits."""
+PLAN_BLOCKS_PER_S, PLAN_BLOCKS_MAX = 20_000, 30_000
+"""Devices with so many blocks are planned for in a second, and at once. A block takes about 8 us, so that plans take
+a sixth of the daemon's time at most; a device of more blocks gets no plan."""
 
 
 class Compactions:
@@ -34,6 +38,7 @@ class Compactions:
     def __init__(self, table: DeviceTable, allocation: Allocation) -> None:
         self._table = table
         self._allocation = allocation
+        self._effort = TokenBucket(PLAN_BLOCKS_PER_S, PLAN_BLOCKS_MAX, 0.0)
 
     def plan(self, request: PlanCompaction, now: Moment) -> CompactionPlan:
         """Open a plan; an open one is returned."""
@@ -43,6 +48,10 @@ class Compactions:
         refusals.require_between("moves_max", request.moves_max, 1, MOVES_MAX)
         if device.core.plan is not None:
             return device.plan_view(device.core.plan, max(0.0, device.plan_until - now.monotonic))
+        if len(device.core) > PLAN_BLOCKS_MAX:
+            raise refusals.too_many_blocks(device.name, len(device.core), PLAN_BLOCKS_MAX)
+        if not self._effort.take(len(device.core), now.monotonic):
+            raise refusals.planning_busy(device.name)
         plan = _planned(device, request)
         if plan is None:
             raise refusals.hole_impossible(device.name, request.hole)
@@ -56,7 +65,7 @@ class Compactions:
         first = device.queue.first()
         if first is None or device.assert_until is not None or device.core.plan is not None:
             return
-        if now.monotonic < device.next_plan_at:
+        if now.monotonic < device.next_plan_at or not self._effort.take(len(device.core), now.monotonic):
             return
         device.next_plan_at = now.monotonic + PLAN_AGAIN_S
         attempt: Attempt = first.request

@@ -178,10 +178,10 @@ class DeviceTable:
         self.last_epoch = max(self.last_epoch, device.plan_epoch)
         fact = DeviceRemoved(device.name, reason, len(core), core.total - core.free_bytes)
         self.facts.append((owner.job, fact))
-        for other in [owner, *self.owners.values()]:
-            blocks = other.blocks.pop(device, None)
-            if blocks:
-                self.block_shares.give_back(other.holder, len(blocks))
+        for worker_id in {block.owner for block in core.stretches() if block.block_id}:
+            # The owner of the device is in the table no more.
+            other = self.owners.get((owner.job, worker_id), owner)
+            self.block_shares.give_back(other.holder, len(other.blocks.pop(device)))
         self.end_waiting(device, refusals.device_unknown(owner.job, device.name))
 
     def changed(self, device: Device, now: Moment) -> None:

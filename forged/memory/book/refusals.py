@@ -71,6 +71,16 @@ def hole_impossible(device: str, hole: int) -> RequestRefused:
     return RequestRefused("memory_plan_impossible", text, "ask for a smaller hole, or raise bytes_max or moves_max")
 
 
+def too_many_blocks(device: str, blocks: int, most: int) -> RequestRefused:
+    text = f"{device} has {blocks} blocks; compaction is planned for at most {most}"
+    return RequestRefused("memory_plan_too_large", text, "free blocks, or allocate fewer and larger ones")
+
+
+def planning_busy(device: str) -> Unavailable:
+    text = f"compaction of {device} is not planned now: other plans have taken the time that there is for them"
+    return Unavailable("memory_planning_busy", text, "try again in a second")
+
+
 def invalid(name: str, value: object, wanted: str) -> RequestRefused:
     return RequestRefused("memory_argument_invalid", str(Problem(name, value, wanted)), f"correct {name}")
 
