@@ -37,6 +37,7 @@ BENCHMARKS = (
     "catalog_daemon",
     "registry",
     "memory_service",
+    "packing",
     "slots",
     "restore_estimate",
 )

@@ -214,6 +214,19 @@ def run_in(directory: Path, environment: dict[str, str], command: list[str]) -> 
     return done.stdout
 
 
+def test_examples_of_the_traces_page_print_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = ROOT / "docs" / "memory-traces.md"
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    first, second = blocks(page, "python")
+    exec(first, names)
+    assert f"```\n{capsys.readouterr().out}```" in page.read_text()
+    exec(second, names)
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_examples_of_the_registry_page_run_one_after_the_other(tmp_path: Path) -> None:
     page = ROOT / "docs" / "registry.md"
     imports, *examples = [block for block in blocks(page, "python") if "BlockingClient" in block]

@@ -5,8 +5,8 @@ import xml.etree.ElementTree as ET
 import pytest
 from hypothesis import given
 
-from forged.memory import MemoryBlock
-from forged.memory.pictures import Drawing, draw_blocks, draw_packing, to_png, to_svg
+from forged.memory import MemoryBlock, MemoryInvalid
+from forged.memory.pictures import Drawing, draw_blocks, draw_packing, rendered, to_png, to_svg
 from forged.memory.pictures.block_map import COLORS
 from forged.memory.pictures.drawing import Rectangle, Text, fitting
 from forged.memory.pictures.packing import CAPACITY, EVICTED
@@ -88,6 +88,15 @@ def test_png_and_svg_have_the_size_and_the_colours_of_the_drawing() -> None:
     assert pixels[10, 15].tolist() == [0x2E, 0x6D, 0xA4]
     assert pixels[0, 0].tolist() == pixels[10, 25].tolist() == [255, 255, 255]
     assert ET.fromstring(to_svg(drawing)).attrib["width"] == "30"
+
+
+def test_the_name_of_the_file_tells_the_format() -> None:
+    drawing = Drawing(3, 2)
+    assert rendered(drawing, "a.PNG") == to_png(drawing)
+    assert rendered(drawing, "a.b.svg") == to_svg(drawing).encode()
+    for name in ("a.jpg", "png", ""):
+        with pytest.raises(MemoryInvalid, match=r"must be a name that ends in .png or .svg"):
+            rendered(drawing, name)
 
 
 def test_texts_of_strangers_stay_text() -> None:
