@@ -63,7 +63,7 @@ class Shortage(msgspec.Struct, frozen=True):
     largest_hole: int
     evictable_bytes: int
     largest_obtainable: int
-    """The largest hole after eviction and compaction."""
+    """The largest hole after eviction and compaction; at least so large if it was not looked for."""
     blocking: list[str]
     """The blocks that stand in the way of the cheapest hole, as `WORKER:NAME`; at most 20."""
     fix: str

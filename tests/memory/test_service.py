@@ -11,6 +11,7 @@ from forged.elastic.messages import WorkerLeft
 from forged.errors import ForgedError, RequestRefused, Unavailable
 from forged.jobs.model import JobRemoved
 from forged.memory.book import compactions
+from forged.memory.book.allocation import SEARCHES_MAX
 from forged.memory.book.compactions import PLAN_S
 from forged.memory.book.device_table import ASSERT_S, MemoryLimits
 from forged.memory.messages import (
@@ -173,6 +174,17 @@ async def test_all_or_none_evicts_nothing_if_not_all_fit() -> None:
         assert [one.handle for one in replies] == [None, None]
         assert await memory.blocks() == before
         assert await memory.facts(BlockEvicted) == []
+
+
+@on_virtual_time
+async def test_of_many_blocks_that_do_not_fit_the_first_are_explained_in_detail() -> None:
+    async with memory_daemon() as memory:
+        await filled(memory)
+        replies = await memory.allocate(*(wanted(f"x{number}", KIB) for number in range(6)))
+        shortages = [one.shortage for one in replies if one.shortage is not None]
+        assert len(shortages) == 6
+        assert [bool(one.blocking) for one in shortages] == [True] * SEARCHES_MAX + [False] * 2
+        assert all(one.total_free == 0 for one in shortages)
 
 
 @on_virtual_time

@@ -36,8 +36,14 @@ from forged.memory.messages import (
 from forged.memory.model import AllocationRequest, BlockStatus
 from forged.memory.shortage import missing_room
 from forged.memory.waiting import WAIT_MAX_S, Waiting
+from forged.rate_limit import TokenBucket
 
 EVICTED_NAMED_MAX = 100
+SEARCHES_MAX = 4
+"""After so many blocks of a request that do not fit nothing is evicted for the others, and they are not explained in
+detail: both take up to 1 us for each block of the device."""
+EXPLAINED_BLOCKS_PER_S, EXPLAINED_BLOCKS_MAX = 100_000, 400_000
+"""Devices with so many blocks are searched for explanations in a second, and at once."""
 _NONE: Sequence[Block] = ()
 CHANGES = ("pin", "unpin", "cache", "use", "touch")
 
@@ -48,6 +54,7 @@ class Allocation:
     def __init__(self, table: DeviceTable, eviction: str = LRU) -> None:
         self.eviction = eviction
         self._table = table
+        self._effort = TokenBucket(EXPLAINED_BLOCKS_PER_S, EXPLAINED_BLOCKS_MAX, 0.0)
         table.on_room = self._serve
 
     # Allocating.
@@ -95,10 +102,11 @@ class Allocation:
         """Allocate what is missing, as far as it fits; with `all_or_none` nothing unless all fit."""
         if not self._table.block_shares.fits(attempt.owner.holder, len(attempt.missing)):
             return
-        missing, got = [], list[Block]()
+        missing, got = list[Wanted](), list[Block]()
         evicted = list[Block]()
         for wanted in attempt.missing:
-            block, victims = self._get(device, attempt, wanted, now)
+            evict = attempt.request.evict and len(missing) < SEARCHES_MAX
+            block, victims = self._get(device, attempt, wanted, now, evict=evict)
             if block is None:
                 missing.append(wanted)
                 if attempt.request.all_or_none:
@@ -120,11 +128,11 @@ class Allocation:
         attempt.missing = missing
 
     def _get(
-        self, device: Device, attempt: Attempt, wanted: Wanted, now: Moment
+        self, device: Device, attempt: Attempt, wanted: Wanted, now: Moment, *, evict: bool
     ) -> tuple[Block | None, Sequence[Block]]:
         """The block, if it fits, and what gave way to it."""
         block = _allocated(device, attempt.owner, wanted, now)
-        if block is not None or not attempt.request.evict:
+        if block is not None or not evict:
             return block, _NONE
         victims = self._make_room(device, attempt, wanted)
         return (_allocated(device, attempt.owner, wanted, now) if victims else None), victims
@@ -132,6 +140,8 @@ class Allocation:
     def _make_room(self, device: Device, attempt: Attempt, wanted: Wanted) -> Sequence[Block]:
         """Evict so that a block fits for which there is no hole; the blocks that gave way, none if it cannot fit."""
         core, request = device.core, wanted.request
+        if request.size > core.free_bytes + core.cached_bytes:
+            return _NONE
         room = find_room(core, request.size, request.alignment, self.eviction)
         # The blocks of one request do not evict each other.
         own = {attempt.owner.block_id(name) for name in attempt.found}
@@ -221,7 +231,7 @@ class Allocation:
         device = self._table.device(attempt.request.job, attempt.request.device)
         missing, attempt.missing = attempt.missing, []
         for number, wanted in enumerate(missing):
-            shortage = self._shortage(device, wanted.request, now)
+            shortage = self._shortage(device, wanted.request, now, in_detail=number < SEARCHES_MAX)
             attempt.found[wanted.name] = Allocated(wanted.name, shortage=shortage)
             if number == 0:
                 self._tell_shortage(device, attempt, wanted, shortage)
@@ -230,7 +240,9 @@ class Allocation:
                 # With all_or_none it fits, but not all do.
                 attempt.found[wanted.name] = Allocated(wanted.name)
 
-    def _shortage(self, device: Device, request: AllocationRequest, now: Moment) -> Shortage:
+    def _shortage(self, device: Device, request: AllocationRequest, now: Moment, *, in_detail: bool) -> Shortage:
+        if not in_detail or not self._effort.take(len(device.core), now.monotonic):
+            return _in_brief(device, request)
         missing = missing_room(device.core, request.size, request.alignment, lambda block: block.block_id)
         reason, fix = missing.reason, missing.fix
         if device.assert_until is not None:
@@ -342,6 +354,16 @@ def _allocated(device: Device, owner: Owner, wanted: Wanted, now: Moment) -> Blo
         content=wanted.content,
         reload_s=wanted.reload_s,
     )
+
+
+def _in_brief(device: Device, request: AllocationRequest) -> Shortage:
+    """What is known of a shortage without a look at the blocks."""
+    core = device.core
+    needed, _ = core.needed(request.size, request.alignment)
+    hole = core.holes.largest_size()
+    reason = f"no room for {needed} bytes: {core.free_bytes} are free, {hole} of them together"
+    fix = "ask for this block alone, and not many times a second, to be told more"
+    return Shortage(reason, needed, core.free_bytes, hole, core.cached_bytes, hole, [], fix)
 
 
 def _require_changeable(block: Block, change: str) -> None:
