@@ -19,6 +19,7 @@ from forged.cli.forgectl import answers, tables
 from forged.cli.forgectl.commands import plugins, workers
 from forged.cli.forgectl.connection import DaemonConnection
 from forged.cli.forgectl.parser import Options, Parser
+from forged.cli.memory.devices import listed as devices
 from forged.cli.models.names import SEPARATOR, summary, versions
 from forged.cli.process import EXIT_OK
 from forged.errors import ForgedError
@@ -210,9 +211,15 @@ def _versions(daemon: PlainConnection, options: Options, begun: str) -> Iterator
         yield f"{model}{SEPARATOR}{metadata.get('version', '')}", metadata.get("state", "")
 
 
+def _devices(daemon: PlainConnection, options: Options, begun: str) -> Iterator[Candidate]:
+    for view in devices(daemon, getattr(options, "job", None), after=begun[:-1], pages_max=PAGES_MAX):
+        yield view.get("name", ""), f"{view.get('job', '')}"
+
+
 _FROM_DAEMON: Mapping[str, ValuesFromDaemon] = {
     "JOB": _jobs, "TOKEN": _tokens, "HANDLER": _handlers, "TYPE": _types, "PLUGIN": _plugins, "COMMAND": _commands,
     "WORKER": _workers, "CHECKPOINT": _catalogued, "MODEL": _models, "MODEL@REF": _versions,
+    "DEVICE": _devices,
 }  # fmt: skip
 
 

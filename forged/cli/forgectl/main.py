@@ -153,6 +153,7 @@ _COMMANDS: tuple[tuple[str, str, Callable[[Parser], None]], ...] = (
     ("slots", "list the memory into which workers stage checkpoints", _from("slots")),
     ("ckpt", "list, show, verify, compare, convert, keep and delete checkpoints", _from("ckpt")),
     ("models", "register, promote, roll back, compare, verify and copy versions of models", _from("models")),
+    ("memory", "list devices and blocks of GPU memory; forecast, fit, plan and replay", _from("memory")),
     ("events", "show facts, oldest first", _from("events", "fill_events")),
     ("story", "show the causes and consequences of a fact", _from("events", "fill_story")),
     ("note", "add a note to a job's history", _note_command),

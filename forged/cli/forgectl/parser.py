@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from importlib import import_module
 from typing import Any, NoReturn
 
 from forged.cli.forgectl.values import seconds
@@ -120,6 +121,12 @@ def without_daemon() -> Parser:
     return _with_timeout(parser, "seconds after which to stop (default: no limit)")
 
 
+@cache
+def computing() -> Parser:
+    """The options of commands that only compute: they use no daemon and wait for nothing."""
+    return _with_json(Parser(add_help=False, argument_default=argparse.SUPPRESS))
+
+
 def _with_daemon() -> Parser:
     parser = Parser(add_help=False, argument_default=argparse.SUPPRESS)
     parser.add_argument("--socket", metavar="PATH", help="the daemon's Unix socket (default: $FORGED_SOCKET)")
@@ -130,6 +137,10 @@ def _with_daemon() -> Parser:
 
 def _with_timeout(parser: Parser, text: str) -> Parser:
     parser.add_argument("--timeout", type=seconds, metavar="S", help=text)
+    return _with_json(parser)
+
+
+def _with_json(parser: Parser) -> Parser:
     parser.add_argument("--json", action="store_true", help="print JSON, including errors")
     return parser
 
@@ -148,6 +159,16 @@ def verb(
     parser: Parser = verbs.add_parser(name, help=text, description=text, aliases=aliases, parents=parents)
     parser.set_defaults(act=act)
     return parser
+
+
+def imported(module: str, function: str) -> Act:
+    """A function of a module that is imported when the command runs."""
+
+    def act(options: Options) -> int:
+        run: Act = getattr(import_module(module), function)
+        return run(options)
+
+    return act
 
 
 def verbs_of(parser: Parser, act: Act) -> Any:

@@ -13,6 +13,13 @@ TIMEOUT_MAX_S = 3600.0
 FACT_ID_DIGITS_MAX = 18
 NUMBER_CHARS_MAX = 20
 INTEGER_MIN, INTEGER_MAX = -(1 << 63), (1 << 64) - 1
+BYTES_MAX = (1 << 63) - 1
+_UNITS: dict[str, int] = {"": 1, "B": 1} | {
+    f"{prefix}{unit}": base**power
+    for base, prefixes, unit in ((1000, "kMGT", "B"), (1024, "KMGT", "iB"))
+    for power, prefix in enumerate(prefixes, 1)
+}
+_BYTES = re.compile(rf"(?P<number>[0-9]{{1,{NUMBER_CHARS_MAX}}}) ?(?P<unit>{'|'.join(_UNITS)})")
 _NUMBER = re.compile(r"-?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
 
 
@@ -57,6 +64,17 @@ def count(text: str) -> int:
     if not text.isdecimal() or len(text) > NUMBER_CHARS_MAX or int(text) > INTEGER_MAX:
         raise argparse.ArgumentTypeError(f"must be an integer from 0 to {INTEGER_MAX}, got {text!r}")
     return int(text)
+
+
+def byte_count(text: str) -> int:
+    """A number of bytes, exact, with or without a unit."""
+    found = _BYTES.fullmatch(text)
+    size = int(found["number"]) * _UNITS[found["unit"]] if found else BYTES_MAX + 1
+    if size > BYTES_MAX:
+        units = ", ".join(filter(None, _UNITS))
+        allowed = f"an integer from 0 to {BYTES_MAX}, or one with a unit ({units})"
+        raise argparse.ArgumentTypeError(f"must be {allowed}, got {text!r}")
+    return size
 
 
 def settings(texts: Iterable[str]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from forged.cli.forgectl.values import fact_id, settings, version
+from forged.cli.forgectl.values import BYTES_MAX, byte_count, fact_id, settings, version
 from forged.errors import ConfigError
 
 
@@ -32,3 +32,18 @@ def test_fact_id_must_be_at_least_0(text: str) -> None:
     assert fact_id("0") == 0
     with pytest.raises(argparse.ArgumentTypeError):
         fact_id(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("0", 0), ("12", 12), ("3B", 3), ("2 kB", 2000), ("1KiB", 1024), ("80GB", 80 * 10**9), ("1TiB", 1 << 40)],
+)
+def test_size_may_have_a_unit(text: str, size: int) -> None:
+    assert byte_count(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", "1.5GB", "1 kib", "1K", "²", "9" * 20, "8388608TiB", " 1"])
+def test_size_must_be_exact_and_within_64_bits(text: str) -> None:
+    assert byte_count(f"{BYTES_MAX}") == BYTES_MAX
+    with pytest.raises(argparse.ArgumentTypeError):
+        byte_count(text)

@@ -10,10 +10,9 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
-from importlib import import_module
 from typing import Any
 
-from forged.cli.forgectl.parser import Act, Options, Parser, add_reason, positional, verb, verbs_of
+from forged.cli.forgectl.parser import Act, Parser, add_reason, imported, positional, verb, verbs_of
 from forged.cli.forgectl.values import count
 
 STATES = ("registered", "validating", "staging", "canary", "production", "deprecated", "archived")
@@ -193,13 +192,8 @@ def _of_version(verbs: Any, name: str, act: Act, text: str, which: str = ONE, al
 
 
 def _act(module: str, function: str) -> Act:
-    """A function of a module of `forged.cli.models`, which is imported when the command runs."""
-
-    def act(options: Options) -> int:
-        run: Act = getattr(import_module(f"forged.cli.models.{module}"), function)
-        return run(options)
-
-    return act
+    """A function of a module of `forged.cli.models`."""
+    return imported(f"forged.cli.models.{module}", function)
 
 
 def _measure(text: str) -> float:
