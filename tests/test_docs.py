@@ -476,7 +476,15 @@ def commands_written_about() -> list[str]:
 def spelt_out(command: str) -> list[str]:
     """The arguments of a command as somebody would type them: optional ones given, names put in."""
     plain = re.sub(r"[\[\]]|\.\.\.", "", command)
-    put_in = {"ROLE": "viewer", "role": "viewer", "S": "60", "ID": "7", "STATE": "staging", "SIZE": "1GiB"}
+    put_in = {
+        "ROLE": "viewer",
+        "role": "viewer",
+        "S": "60",
+        "ID": "7",
+        "STATE": "staging",
+        "state": "staging",
+        "SIZE": "1GiB",
+    }
     return [put_in.get(word.strip("{}"), word) for word in shlex.split(re.sub(r"\{[^}]*bound[^}]*\}", "", plain))[1:]]
 
 

@@ -306,7 +306,8 @@ def _nothing_to_return_to(model: Model, failed: ModelVersion) -> TransitionRefus
 def _way_to_deletion(model: Model, record: VersionRecord) -> str:
     if record.version == model.serving:
         return errors.ends_serving(model.model_id, record.version, model.predecessor())
-    command = f"`forgectl models transition {_typed(record)} {TOWARDS_DELETION[record.state]}`"
+    state = TOWARDS_DELETION[record.state]
+    command = f"`forgectl models transition {_typed(record)} {state}`"
     return f"only archived and registered versions are deleted: {command} is the next step"
 
 
