@@ -270,6 +270,11 @@ def list_problem(artifact: Artifact, checksum: str) -> str:
     return f"the registry's list of files does not have the checksum {checksum} of the version"
 
 
+def wrong_checksum(file: ArtifactFile) -> str:
+    """It does not tell the checksum that was found: the registry is told, and a tenant may have named any file."""
+    return f"its checksum is not {file.checksum}"
+
+
 def _problem_of(file: ArtifactFile, source: Path, token: CancelToken, count: ByteCount) -> str:
     try:
         with opened(source) as found:
@@ -278,7 +283,7 @@ def _problem_of(file: ArtifactFile, source: Path, token: CancelToken, count: Byt
             checksum = found.read(len, token, count)
     except FileMissing:
         return "it does not exist"
-    return "" if checksum == file.checksum else f"its checksum is {checksum}, expected {file.checksum}"
+    return "" if checksum == file.checksum else wrong_checksum(file)
 
 
 def _summary(problems: dict[str, str], files: int) -> str:

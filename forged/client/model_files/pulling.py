@@ -33,6 +33,7 @@ from forged.client.model_files.plain_files import (
     list_problem,
     opened,
     sources_of,
+    wrong_checksum,
 )
 from forged.errors import ConfigError, ForgedError, RequestRefused
 from forged.file_sync import make_directory, rename_new, sync_directory
@@ -165,7 +166,7 @@ def _copy_file(
         checksum = source.read(write, token, count)
         os.fsync(fd)
     if checksum != file.checksum:
-        raise _damaged(copy, file, f"its checksum is {checksum}, expected {file.checksum}")
+        raise _damaged(copy, file, wrong_checksum(file))
 
 
 def _damaged(copy: _Copy, file: ArtifactFile, problem: str) -> ForgedError:
