@@ -118,7 +118,8 @@ def pinned(checkpoint_id: str) -> CheckpointInUse:
 
 def held(checkpoint_id: str, holders: Sequence[str]) -> CheckpointInUse:
     text = f"checkpoint {checkpoint_id} is used by {named(holders)}"
-    return _about(checkpoint_id, CheckpointInUse("checkpoint_held", text, "wait until it is released"))
+    fix = "wait until it is released; a model releases it when its version is deleted, as `forgectl models rm` does"
+    return _about(checkpoint_id, CheckpointInUse("checkpoint_held", text, fix))
 
 
 def _about(checkpoint_id: str, error: Refusal) -> Refusal:

@@ -83,6 +83,7 @@ async def test_referenced_checkpoint_is_kept_by_a_collection(tmp_path: Path) -> 
         with pytest.raises(RequestRefused) as error:
             await one.ask(DeleteCheckpoint(JOB, first))
         assert (error.value.code, f"{MODEL}@1.0.0" in error.value.message) == ("checkpoint_held", True)
+        assert "forgectl models rm" in error.value.fix
         view = await one.ask(ShowModel(MODEL))
         assert (view.artifact.checkpoint_id, view.lineage.step, view.lineage.epoch) == (first, 1, 2)
         assert view.lineage.settings == {"checkpoint_keep": 1}
@@ -121,6 +122,18 @@ async def test_deletion_of_the_version_releases_its_checkpoint(tmp_path: Path) -
         await one.ask(DeleteModel(MODEL, V1))
         await one.daemon.bus.drain()
         assert JOB in one.daemon.catalog.book.collection.due(one.daemon.catalog._now())
+        one.daemon.bus.signal(GcTick(), Call(OPERATOR, "a test"))
+        assert await one.steps() == [2]
+
+
+async def test_deletion_of_a_registered_version_releases_its_checkpoint(tmp_path: Path) -> None:
+    async with kept(tmp_path) as one:
+        await one.save(1)
+        await one.ask(RegisterModel(metadata(), artifact=one.artifact(1)))
+        await one.save(2)
+        assert await one.steps() == [2, 1]
+        await one.ask(DeleteModel(MODEL, V1, "a mistake"))
+        await one.daemon.bus.drain()
         one.daemon.bus.signal(GcTick(), Call(OPERATOR, "a test"))
         assert await one.steps() == [2]
 
