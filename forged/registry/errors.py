@@ -74,12 +74,17 @@ def version_taken(model_id: str, version: ModelVersion) -> VersionTaken:
 
 
 def transition_refused(
-    model_id: str, version: ModelVersion, state: DeploymentState, wanted: object, following: Iterable[DeploymentState]
+    model_id: str,
+    version: ModelVersion,
+    state: DeploymentState,
+    wanted: object,
+    following: Iterable[DeploymentState],
+    fix: str = "",
 ) -> TransitionRefused:
-    """`following` are the states that may follow the present one."""
+    """`following` are the states that may follow the present one; `fix` is needed if the version serves."""
     allowed = " or ".join(sorted(following))
     text = f"version {version} of model {model_id[:SHOWN_CHARS]!r} is {state}; it cannot become {wanted}"
-    fix = f"it can become {allowed}" if allowed else "register a new version"
+    fix = fix or (f"it can become {allowed}" if allowed else "register a new version")
     return about(model_id, version, TransitionRefused("model_transition_refused", text, fix))
 
 

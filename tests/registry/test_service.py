@@ -594,6 +594,20 @@ async def test_serving_version_is_not_deprecated() -> None:
 
 
 @on_virtual_time
+async def test_refusal_for_the_serving_version_names_what_takes_it_out_of_service() -> None:
+    async with registry() as one:
+        await one.serve(V1)
+        await one.serve(V2)
+        with pytest.raises(ForgedError) as caught:
+            await one.promote(V2, ARCHIVED)
+        assert caught.value.code == "model_transition_refused"
+        assert "`forgectl models rollback vision/resnet` returns to 1.0.0" in caught.value.fix
+        with pytest.raises(ForgedError, match="is production; it cannot become archived") as caught:
+            await one.promote(V1, ARCHIVED)
+        assert caught.value.fix == "it can become deprecated"
+
+
+@on_virtual_time
 async def test_last_serving_version_is_deprecated_with_a_reason() -> None:
     async with registry() as one:
         await one.serve(V1)

@@ -97,9 +97,11 @@ class Lifecycle:
         name, was, to = (model.model_id, record.version), record.state, request.to
         if request.expected is not None and was is not request.expected:
             raise errors.state_changed(*name, was, record.state_by, request.expected)
+        is_serving = record.version == model.serving
         if not can_transition_state(was, to):
-            raise errors.transition_refused(*name, was, to, TRANSITIONS[was])
-        if to is DeploymentState.DEPRECATED and record.version == model.serving:
+            fix = errors.ends_serving(*name, model.predecessor()) if is_serving else ""
+            raise errors.transition_refused(*name, was, to, TRANSITIONS[was], fix)
+        if is_serving:
             successor = model.predecessor()
             if successor is not None or not shortened(request.reason):
                 raise errors.serves(*name, successor)
