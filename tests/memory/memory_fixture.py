@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -150,14 +150,19 @@ def wanted(
 
 @asynccontextmanager
 async def memory_daemon(
-    at_start: Sequence[str] = (), limits: MemoryLimits | None = None
+    at_start: Sequence[str] = (),
+    limits: MemoryLimits | None = None,
+    *,
+    extend: Callable[[Kernel], object] = lambda kernel: None,
 ) -> AsyncIterator[MemoryDaemon]:
     """A running memory service; the workers `at_start` were registered before it started."""
     made: list[MemoryDaemon] = []
-    async with (
-        running(None, lambda kernel: made.append(MemoryDaemon(kernel, at_start, limits))),
-        anyio.create_task_group() as tasks,
-    ):
+
+    def register(kernel: Kernel) -> None:
+        made.append(MemoryDaemon(kernel, at_start, limits))
+        extend(kernel)
+
+    async with running(None, register), anyio.create_task_group() as tasks:
         await tasks.start(made[0].service.run)
         yield made[0]
         made[0].check()

@@ -33,7 +33,7 @@ from forged.memory.messages import (
 )
 from forged.memory.model import BlockStatus, GpuDevice
 from forged.memory.waiting import PASSED_S
-from tests.kernel_fixture import on_virtual_time
+from tests.kernel_fixture import Kernel, on_virtual_time
 from tests.memory.memory_fixture import GPU, INCARNATION, JOB, KIB, MemoryDaemon, memory_daemon, wanted
 
 
@@ -223,6 +223,18 @@ async def test_changes_are_made_to_all_blocks_or_none() -> None:
         await refused("memory_status_refused", memory.change("unpin", held[0]))
         await memory.change("use", *held)
         await memory.change("touch", *held)
+
+
+@on_virtual_time
+async def test_a_plugin_may_replace_the_allocation() -> None:
+    def extend(kernel: Kernel) -> None:
+        answer = [Allocated("a", Handle("a", 7), 512, 256)]
+        kernel.bus.replace(AllocateMemory, lambda request, call: answer, owner="a plugin")
+
+    async with memory_daemon(extend=extend) as memory:
+        await memory.register()
+        assert (await memory.take("a", 1)).handle == Handle("a", 7)
+        assert await memory.names() == []
 
 
 # Waiting.
