@@ -93,7 +93,10 @@ def events_of_training(example: str, directory: Path) -> str:
 @pytest.mark.parametrize(
     ("page", "joins"),
     [
-        *((page, "forged.join") for page in ("README.md", "docs/elastic.md", "docs/data.md", "docs/checkpoint.md")),
+        *(
+            (page, "forged.join")
+            for page in ("README.md", *(f"docs/{page}.md" for page in ("elastic", "data", "checkpoint", "memory")))
+        ),
         ("docs/slots.md", RESUMES),
         ("docs/elastic.md", "ElasticWorker"),
         ("docs/elastic.md", "standstill"),
@@ -253,6 +256,13 @@ def test_commands_of_the_registry_page_bring_its_example_into_production(tmp_pat
 def test_registry_in_memory_of_the_page_runs() -> None:
     [example] = [block for block in blocks(ROOT / "docs" / "registry.md", "python") if "ModelRegistry" in block]
     exec(example, {})
+
+
+def test_pool_in_memory_of_the_page_prints_what_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:
+    page = ROOT / "docs" / "memory.md"
+    [example] = [block for block in blocks(page, "python") if "MemoryPool" in block]
+    exec(example, {"__name__": "example"})
+    assert capsys.readouterr().out in page.read_text()
 
 
 def test_policy_keys_of_the_registry_page_match_the_code() -> None:

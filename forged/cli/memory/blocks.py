@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
+
 from forged.cli.forgectl import answers, tables
 from forged.cli.forgectl.answers import Row
 from forged.cli.forgectl.connection import DaemonConnection
 from forged.cli.forgectl.output import answer
 from forged.cli.forgectl.parser import Options
+from forged.cli.memory import pictures
 from forged.cli.memory.devices import forecast_in_words, listed, percent, size, stats_in_words
 from forged.cli.process import EXIT_OK
 from forged.errors import PeerError
+from forged.memory.model import MemoryBlock
+from forged.memory.pictures import blocks_text, draw_blocks
 from forged.plain_client.connection import PlainConnection
 
 COLUMNS = ("offset", "size", "status", "tensor", "worker", "name", "version", "priority", "content")
@@ -39,8 +44,24 @@ def show_device(options: Options) -> int:
         blocks = list(_blocks(daemon, options.job, options.device))
         views = [one for one in listed(daemon, options.job, options.device[:-1]) if one.get("name") == options.device]
     view = views[0] if views else {}
-    answer(options, {"device": view, "blocks": blocks}, lambda: tables.pairs(_fields(view)))
+    drawn = [_as_block(one) for one in blocks]
+    if options.picture:
+        pictures.write(draw_blocks(drawn, options.device), options.picture)
+
+    def show() -> None:
+        tables.pairs(_fields(view))
+        print()
+        pictures.show(blocks_text(drawn, width=pictures.columns()))
+
+    answer(options, {"device": view, "blocks": blocks}, show)
     return EXIT_OK
+
+
+def _as_block(held: Row) -> MemoryBlock:
+    try:
+        return msgspec.convert(held.get("block"), MemoryBlock, strict=False)
+    except msgspec.ValidationError as error:
+        raise PeerError("answer_strange", f"a block in the daemon's reply: {error}", "compare versions") from error
 
 
 def _fields(view: Row) -> Row:

@@ -10,9 +10,11 @@ from forged.cli.forgectl import tables
 from forged.cli.forgectl.answers import Row
 from forged.cli.forgectl.output import answer
 from forged.cli.forgectl.parser import Options
+from forged.cli.memory import pictures
 from forged.cli.process import EXIT_FAILED, EXIT_OK
 from forged.errors import ConfigError
 from forged.memory.errors import MemoryRefused
+from forged.memory.pictures import draw_packing, packing_text
 from forged.memory.traces import (
     FitUnknown,
     Packing,
@@ -39,7 +41,13 @@ def plan_trace(options: Options) -> int:
     except (TraceDoesNotFit, FitUnknown) as refused:
         problem = refused
     reply = _about(options, trace) | {"capacity": capacity} | _outcome(packing, problem)
-    answer(options, reply, lambda: _print_plan(reply))
+    _draw(options, trace, packing, capacity)
+
+    def show() -> None:
+        _print_plan(reply)
+        _print_picture(trace, packing, capacity)
+
+    answer(options, reply, show)
     return EXIT_OK if packing else EXIT_FAILED
 
 
@@ -62,28 +70,38 @@ def _print_plan(reply: Row) -> None:
 def replay_trace(options: Options) -> int:
     trace = _read(options)
     capacities: Sequence[int | None] = options.capacity or [None]
-    replays = [
-        _replayed(trace, capacity, policy, options.alignment)
-        for capacity in capacities
-        for policy in options.policy or ["best_fit"]
-    ]
-    rows = list(map(_replay_row, replays))
-    answer(options, _about(options, trace) | {"replays": replays}, lambda: tables.table(rows, COLUMNS, "no replays"))
+    policies = options.policy or ["best_fit"]
+    is_one = len(capacities) == len(policies) == 1
+    if options.picture and not is_one:
+        raise ConfigError("usage_wrong", "a picture shows one replay", "give one --policy and one --capacity")
+    found = [_replayed(trace, capacity, policy, options.alignment) for capacity in capacities for policy in policies]
+    replays = [row for row, _ in found]
+    packing = found[0][1] if is_one else None
+    _draw(options, trace, packing, capacities[0])
+
+    def show() -> None:
+        tables.table(list(map(_replay_row, replays)), COLUMNS, "no replays")
+        _print_picture(trace, packing, capacities[0])
+
+    answer(options, _about(options, trace) | {"replays": replays}, show)
     return EXIT_OK if all(one["fits"] for one in replays) else EXIT_FAILED
 
 
-def _replayed(trace: TraceFile, capacity: int | None, policy: str, alignment: int) -> Row:
+def _replayed(trace: TraceFile, capacity: int | None, policy: str, alignment: int) -> tuple[Row, Packing | None]:
     packing: Packing | None = None
     problem: TraceRefused | None = None
     evicted: dict[str, Any] = {"evicted": [], "evicted_bytes": 0}
     try:
         packing = found = replay(events(trace.buffers), capacity, policy, alignment)
-        evicted = {"evicted": list(found.evicted), "evicted_bytes": found.evicted_bytes}
+        evicted = {
+            "evicted": [{"id": one, "time": at} for one, at in found.evicted.items()],
+            "evicted_bytes": found.evicted_bytes,
+        }
     except TraceDoesNotFit as refused:
         problem = refused
     except MemoryRefused as refused:
         raise _misused(refused) from refused
-    return {"policy": policy, "capacity": capacity} | _outcome(packing, problem) | evicted
+    return {"policy": policy, "capacity": capacity} | _outcome(packing, problem) | evicted, packing
 
 
 def _replay_row(found: Row) -> Row:
@@ -98,6 +116,18 @@ def _replay_row(found: Row) -> Row:
         "evicted bytes": tables.size(found["evicted_bytes"]),
         "problem": found["problem"],
     }
+
+
+def _draw(options: Options, trace: TraceFile, packing: Packing | None, capacity: int | None) -> None:
+    if options.picture and packing is not None:
+        drawing = draw_packing(trace.buffers, packing, capacity, Path(options.file).name)
+        pictures.write(drawing, options.picture)
+
+
+def _print_picture(trace: TraceFile, packing: Packing | None, capacity: int | None) -> None:
+    if packing is not None and trace.buffers:
+        print()
+        pictures.show(packing_text(trace.buffers, packing, capacity, width=pictures.columns()))
 
 
 def _read(options: Options) -> TraceFile:

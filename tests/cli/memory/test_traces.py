@@ -74,6 +74,32 @@ def test_policies_and_capacities_are_compared(commands: Commands) -> None:
 
 
 @pytest.mark.parametrize("verb", ["plan", "replay"])
+@pytest.mark.parametrize(("suffix", "begin"), [("svg", b"<svg "), ("png", b"\x89PNG")])
+def test_packing_is_drawn_in_the_terminal_and_into_a_file(
+    commands: Commands, verb: str, suffix: str, begin: bytes
+) -> None:
+    file = commands.file.with_suffix(f".{suffix}")
+    code, out, _ = commands.run(f"{verb} FILE --capacity 9 --picture '{file}'")
+    assert code == EXIT_OK
+    assert "time 0" in out
+    assert file.read_bytes().startswith(begin)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ("--picture plan.gif", "a name that ends in .png or .svg, got"),
+        ("--picture missing/plan.svg", "missing/plan.svg cannot be written: No such file"),
+        ("--picture plan.svg --policy lru --policy pool", "a picture shows one replay"),
+    ],
+)
+def test_picture_that_cannot_be_drawn_is_an_error_of_usage(commands: Commands, options: str, error: str) -> None:
+    code, out, err = commands.run(f"replay FILE {options}")
+    assert (code, out) == (EXIT_USAGE, "")
+    assert error in err
+
+
+@pytest.mark.parametrize("verb", ["plan", "replay"])
 def test_file_that_is_no_trace_is_an_error_of_usage(commands: Commands, verb: str) -> None:
     commands.file.write_text("no trace")
     code, out, err = commands.run(f"{verb} FILE")

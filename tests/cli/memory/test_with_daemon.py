@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -68,11 +69,16 @@ def _page_of_two(entries: object) -> tuple[list[object], bool]:
     return found[:2], len(found) > 2
 
 
-def test_device_is_shown_with_its_forecast(commands: MemoryCommands) -> None:
+def test_device_is_shown_with_its_forecast_and_its_blocks(commands: MemoryCommands, tmp_path: Path) -> None:
     commands.allocate("a", 16 * KIB)
-    shown = fields(commands.lines(f"show {GPU} --job {JOB}"))
+    picture = tmp_path / "device.png"
+    lines = commands.lines(f"show {GPU} --job {JOB} --picture '{picture}'")
+    end = lines.index("")
+    shown = fields(lines[:end])
     assert (shown["device"], shown["compute capability"], shown["allocated"]) == (GPU, "8.6", "16.4 kB")
     assert shown["out of memory"] == "not soon"
+    assert "64.0 KiB" in "".join(lines[end:])
+    assert picture.read_bytes().startswith(b"\x89PNG")
     reply = commands.json(f"show {GPU} --job {JOB}")
     assert reply["device"]["name"] == GPU
     assert [one["block"]["status"] for one in reply["blocks"]] == ["allocated", "free"]

@@ -14,7 +14,7 @@ from forged.cli.forgectl.parser import Parser, computing, imported, positional, 
 from forged.cli.forgectl.values import byte_count, count
 
 MODULES = "forged.cli.memory"
-POLICIES = ("best_fit", "first_fit", "worst_fit", "lru", "cost")
+POLICIES = ("best_fit", "first_fit", "worst_fit", "pool", "lru", "cost")
 SIZES = "such as 1048576, 512MiB or 80GB"
 EPILOG = """\
 A device is named WORKER/DEVICE, such as w0/gpu0. A size is a number of bytes, or has a unit: kB, MB, GB,
@@ -40,10 +40,13 @@ def fill(memory: Parser) -> None:
 
 def _blocks(verbs: Any) -> None:
     listing = verb(verbs, "ls", imported(f"{MODULES}.blocks", "show_blocks"), "list the blocks of a device by offset")
-    showing = verb(verbs, "show", imported(f"{MODULES}.blocks", "show_device"), "show a device and its forecast")
+    showing = verb(
+        verbs, "show", imported(f"{MODULES}.blocks", "show_device"), "show a device with a map of its blocks"
+    )
     for parser in (listing, showing):
         positional(parser, "device", "DEVICE", help="such as w0/gpu0")
         _of_job(parser)
+    _picture(showing)
     listing.add_argument("--free", action="store_true", help="list free blocks too")
 
 
@@ -66,6 +69,7 @@ def _traces(verbs: Any) -> None:
     for parser in (planning, replaying):
         positional(parser, "file", "FILE", help="a CSV of lifetimes, a log of RMM, or a memory snapshot of PyTorch")
         parser.add_argument("--device", type=count, metavar="N", help="which device of a PyTorch snapshot")
+        _picture(parser)
     planning.add_argument("--capacity", type=byte_count, metavar="SIZE", help=f"{SIZES} (default: the lowest found)")
     planning.add_argument("--nodes-max", type=count, metavar="N", help="bound of the search (default: about a minute)")
     replaying.add_argument(
@@ -77,6 +81,10 @@ def _traces(verbs: Any) -> None:
     replaying.add_argument(
         "--alignment", type=byte_count, default=1, metavar="SIZE", help="of all buffers, a power of two (default: 1)"
     )
+
+
+def _picture(parser: Parser) -> None:
+    parser.add_argument("--picture", metavar="FILE", help="draw it into this file too: .svg or .png")
 
 
 def _of_any_job(parser: Parser) -> None:
