@@ -65,6 +65,8 @@ class Compactions:
         first = device.queue.first()
         if first is None or device.assert_until is not None or device.core.plan is not None:
             return
+        if len(device.core) > PLAN_BLOCKS_MAX:
+            return
         if now.monotonic < device.next_plan_at or not self._effort.take(len(device.core), now.monotonic):
             return
         device.next_plan_at = now.monotonic + PLAN_AGAIN_S
