@@ -40,6 +40,8 @@ BENCHMARKS = (
     "packing",
     "slots",
     "restore_estimate",
+    "pool",
+    "eviction",
 )
 WITH_HOSTS = ("gone_host",)
 """Benchmarks that need network namespaces and so root; left out on machines without them."""

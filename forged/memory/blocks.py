@@ -11,6 +11,18 @@ import msgspec
 from forged.memory.model import BlockStatus, MemoryBlock
 
 
+class SizeList(msgspec.Struct, eq=False):
+    """The holes of similar sizes, in the order of size, then offset."""
+
+    number: int
+    bit: int
+    """The one of this number in the bitmap."""
+    keys: list[int]
+    """Bisection compares integers much faster than tuples or blocks."""
+    holes: list[Block]
+    """Each at the place of its key."""
+
+
 class Block(msgspec.Struct, eq=False):
     """A stretch of memory between two others; the first and the last one of a pool are empty and pinned."""
 
@@ -18,9 +30,11 @@ class Block(msgspec.Struct, eq=False):
     size: int
     before: Block
     after: Block
+    free_list: SizeList | None = None
+    """Where it is if it is a hole; what is free and no hole is kept for the moves of a compaction."""
     status: BlockStatus = BlockStatus.FREE
-    is_hole: bool = False
-    """Whether it is in the free lists; what is free and not there is kept for the moves of a compaction."""
+    move: int | None = None
+    """The number of its open move."""
     block_id: str = ""
     tensor_id: str | None = None
     allocated_at: float = 0.0
@@ -34,8 +48,12 @@ class Block(msgspec.Struct, eq=False):
     """The checkpoint that has the content, if one has."""
     reload_s: float | None = None
     """What it takes to bring the content back, by the owner's estimate."""
-    move: int | None = None
-    """The number of its open move."""
+    key: int = 0
+    """Of a hole: its size and offset in one integer, as its free list has it."""
+
+    @property
+    def is_hole(self) -> bool:
+        return self.free_list is not None
 
     @property
     def end(self) -> int:

@@ -19,7 +19,7 @@ from forged.memory.functions import fits
 from forged.memory.model import BlockStatus
 from forged.memory.moves import NO_MOVE, BlockMove, MovePlan
 from forged.memory.pool_core import PoolCore
-from forged.memory.windows import Window, windows
+from forged.memory.windows import windows
 
 TRIES = 8
 """So many of the cheapest places are tried for a hole, in each of two ways."""
@@ -201,16 +201,16 @@ def _evacuations(core: PoolCore, needed: int, alignment: int) -> Iterator[tuple[
 
     holes = sorted((block.size, block.offset) for block in blocks if block.is_hole)
     for window in nsmallest(TRIES, windows(blocks, needed, alignment, weigh)):
-        moved = _rehoused(blocks, window, holes, window.offset + needed)
+        _, first, last, begin = window
+        moved = _rehoused(blocks[first:last], holes, begin, begin + needed)
         if moved is not None:
-            yield moved, window.offset
+            yield moved, begin
 
 
 def _rehoused(
-    blocks: Sequence[Block], window: Window, holes: Sequence[tuple[int, int]], end: int
+    blocks: Sequence[Block], holes: Sequence[tuple[int, int]], begin: int, end: int
 ) -> list[Relocation] | None:
-    """Where the blocks of the window go, the largest first, each into the smallest hole; None if one finds none."""
-    begin = window.offset
+    """Where the blocks go, the largest first, each into the smallest hole outside of a window, or None."""
     outside: list[tuple[int, int]] = []
     for size, offset in holes:
         # A hole that the window cuts gives what is outside.
@@ -219,7 +219,7 @@ def _rehoused(
         if offset + size > end:
             insort(outside, (min(size, offset + size - end), max(offset, end)))
     found: list[Relocation] = []
-    inside = [block for block in blocks[window.first : window.last] if not block.is_hole]
+    inside = [block for block in blocks if not block.is_hole]
     for block in sorted(inside, key=lambda one: (-one.size, one.offset)):
         destination = _housed(block, outside)
         if destination is None:

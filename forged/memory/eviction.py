@@ -79,7 +79,8 @@ def _cheapest(
     best = min(windows(blocks, needed, alignment, weigh), default=None)
     if best is None:
         return None
-    return RoomPlan([one for one in blocks[best.first : best.last] if not one.is_hole], best.offset)
+    _, first, last, offset = best
+    return RoomPlan([one for one in blocks[first:last] if not one.is_hole], offset)
 
 
 def _cost_of(core: PoolCore) -> Callable[[Block], int | None]:
@@ -87,16 +88,19 @@ def _cost_of(core: PoolCore) -> Callable[[Block], int | None]:
     times = [block.last_accessed for block in core.least_recent()]
     oldest, newest = min(times, default=0.0), max(times, default=0.0)
 
+    span = (newest - oldest) or 1.0
+
     def cost(block: Block) -> int | None:
-        if block.is_hole:
-            return 0
         if block.status is not BlockStatus.CACHED or block.move is not None:
-            return None
-        recency = (block.last_accessed - oldest) / (newest - oldest) if newest > oldest else 0.0
-        factor = (1 + (RECENCY_MAX - 1) * recency) * 2.0 ** min(max(block.priority, -PRIORITY_MAX), PRIORITY_MAX)
-        factor *= 1.0 if block.reload_s is None else block.reload_s
-        factor *= SAVED_SHARE if block.content else 1.0
+            return 0 if block.is_hole else None
+        factor = _COST_UNITS * (1 + (RECENCY_MAX - 1) * (block.last_accessed - oldest) / span)
+        if block.priority:
+            factor *= 2.0 ** min(max(block.priority, -PRIORITY_MAX), PRIORITY_MAX)
+        if block.reload_s is not None:
+            factor *= block.reload_s
+        if block.content:
+            factor *= SAVED_SHARE
         # Integers, so that sums over windows do not depend on where they begin.
-        return block.size * int(factor * _COST_UNITS) + 1
+        return block.size * int(factor) + 1
 
     return cost

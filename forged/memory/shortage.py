@@ -77,8 +77,8 @@ def _blocking(core: PoolCore, needed: int, alignment: int) -> tuple[list[Block],
     for place in _places(core):
         blocks = _around(place, needed + alignment)
         window = min(windows(blocks, needed, alignment, _in_the_way), default=None)
-        if window is not None and (best is None or window.weight < best[0]):
-            best = window.weight, blocks[window.first : window.last]
+        if window is not None and (best is None or window[0] < best[0]):
+            best = window[0], blocks[window[1] : window[2]]
     if best is None:
         return [], False
     return [block for block in best[1] if _in_the_way(block)], best[0] == 0

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import TypeAlias
 
 from forged.memory.blocks import Block
 
-
-class Window(NamedTuple):
-    """Neighbouring blocks, `blocks[first:last]`, that have the room together."""
-
-    weight: int
-    first: int
-    last: int
-    offset: int
-    """Where the room would begin, aligned."""
+Window: TypeAlias = tuple[int, int, int, int]
+"""The weight of the neighbouring blocks `blocks[first:last]`, `first`, `last`, and the aligned offset of the room."""
 
 
 def windows(
@@ -26,11 +19,14 @@ def windows(
     `blocks` follow each other without a gap. No window has a block whose weight is None.
     """
     weights = [weigh(block) for block in blocks]
+    offsets = [block.offset for block in blocks]
+    offsets.append(blocks[-1].offset + blocks[-1].size if blocks else 0)
+    count, lowest = len(blocks), alignment - 1
     last = weight = 0
-    for first, block in enumerate(blocks):
-        offset = (block.offset + alignment - 1) & -alignment
+    for first in range(count):
+        offset = (offsets[first] + lowest) & -alignment
         end = offset + needed
-        while last < len(blocks) and blocks[last].offset < end:
+        while last < count and offsets[last] < end:
             added = weights[last]
             if added is None:
                 break
@@ -39,6 +35,6 @@ def windows(
         if last == first:
             last += 1
             continue
-        if offset < block.end and blocks[last - 1].end >= end:
-            yield Window(weight, first, last, offset)
+        if offsets[last] >= end and offset < offsets[first + 1]:
+            yield weight, first, last, offset
         weight -= weights[first] or 0

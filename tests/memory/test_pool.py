@@ -322,6 +322,7 @@ def test_least_recently_used_blocks_are_evicted_until_it_is_enough() -> None:
 def test_pinned_and_allocated_blocks_are_not_evicted() -> None:
     pool = pool_of(300)
     kept = filled(pool, 100, 100)
+    pool.mark_cached(kept[0])
     pool.pin(kept[0])
     gone = cached(pool, 100)
     assert pool.evict(1000) == 100

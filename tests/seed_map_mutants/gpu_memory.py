@@ -24,14 +24,14 @@ def constants(record: str, values: Mapping[str, str]) -> dict[str, Mutation | st
 
 
 MUTANTS: Mapping[str, Mutation | str] = {
-    "enum BlockStatus": Edit(
-        MODEL, "class BlockStatus(StrEnum):\n", 'class BlockStatus(StrEnum):\n    NOTHING = "nothing"\n'
-    ),
+    "enum BlockStatus": Edit(MODEL, 'CACHED = "cached"', 'CACHED = "cache"'),
     "BlockStatus.Free": Edit(
         CORE, "        if total:\n            self.holes.add(", "        if total < 0:\n            self.holes.add("
     ),
-    "BlockStatus.Allocated": Edit(CORE, "CACHED if is_cached else ALLOCATED", "CACHED if is_cached else PINNED"),
-    "BlockStatus.Pinned": Edit(CORE, "PINNED if request.pinned else CACHED if", "CACHED if"),
+    "BlockStatus.Allocated": Edit(
+        CORE, "            ALLOCATED,\n            None,\n", "            PINNED,\n            None,\n"
+    ),
+    "BlockStatus.Pinned": Edit(CORE, "        if request.pinned:\n", "        if False:\n"),
     "BlockStatus.Cached": Edit(
         FUNCTIONS, "if block.status is BlockStatus.CACHED]", "if block.status != BlockStatus.FREE]"
     ),
@@ -99,15 +99,13 @@ MUTANTS: Mapping[str, Mutation | str] = {
     ),
     "struct MemoryPool": Edit(CORE, "        block.version += 1\n", ""),
     "MemoryPool.new(device)": Edit(POOL, "PoolCore(self._device.total_memory)", "PoolCore(0)"),
-    "MemoryPool.allocate(request, now)": Edit(
-        LISTS,
-        "        keys = self._lists.get(list_number(needed))",
-        "        return next(self.largest_first(), None)\n        keys = []",
-    ),
+    "MemoryPool.allocate(request, now)": Edit(LISTS, "+ (above & -above).bit_length()]", "+ above.bit_length()]"),
     "MemoryPool.free(block_id)": Edit(CORE, "        del self._blocks[block_id]\n", ""),
     "MemoryPool.mark_cached(block_id)": Edit(CORE, "        if block.status is PINNED:\n", "        if False:\n"),
     "MemoryPool.pin(block_id)": Edit(
-        CORE, "        self._change_status(block, PINNED)\n", "        self._change_status(block, ALLOCATED)\n"
+        CORE,
+        "        self._change_status(block, PINNED)\n        return",
+        "        self._change_status(block, ALLOCATED)\n        return",
     ),
     "MemoryPool.unpin(block_id)": Edit(
         CORE,
@@ -132,7 +130,9 @@ MUTANTS: Mapping[str, Mutation | str] = {
         "            block = self._core.find(self._device.device_id)\n",
     ),
     "MemoryPool.blocks_for_tensor(tensor_id)": Edit(
-        CORE, "{}).values(), key=lambda block: block.offset)", "{}).values(), key=lambda block: -block.offset)"
+        CORE,
+        "return sorted(found, key=lambda block: block.offset)",
+        "return sorted(found, key=lambda block: -block.offset)",
     ),
     "Integrate with `allocator::check_capacity` for capacity validation": Edit(
         CORE, "        if needed > self.total:\n", "        if needed > 2 * self.total:\n"
@@ -148,7 +148,9 @@ MUTANTS: Mapping[str, Mutation | str] = {
         'if not is_power_of_two(checked_size("alignment", alignment)):',
         'if not checked_size("alignment", alignment):',
     ),
-    "Block splitting and merging work correctly": Edit(CORE, "        if before.is_hole:\n", "        if False:\n"),
+    "Block splitting and merging work correctly": Edit(
+        CORE, "        elif before.free_list is not None:\n", "        elif False:\n"
+    ),
     "Eviction respects pinned status and uses LRU ordering": Edit(
         CORE,
         "        if block.status is CACHED:\n            self._forget_cached(block)\n        block.status = status",
@@ -172,7 +174,9 @@ MUTANTS: Mapping[str, Mutation | str] = {
         "            if fits(hole.offset, hole.size, needed, alignment):\n",
         "            if hole.size >= needed:\n",
     ),
-    "Block splitting and merging": Edit(CORE, "            holes.add(before)\n        if rest:", "        if rest:"),
+    "Block splitting and merging": Edit(
+        CORE, "            self.holes.add(before)\n        if not rest:", "        if not rest:"
+    ),
     "Eviction ordering (LRU)": Edit(
         CORE,
         "insort(self._cached, (block.last_accessed, block.priority, block.offset))",
@@ -181,8 +185,8 @@ MUTANTS: Mapping[str, Mutation | str] = {
     "Fragmentation calculation": Edit(
         FUNCTIONS, "return (total - largest) / total if total", "return 1.0 - largest / total if total"
     ),
-    "Concurrent allocations": Edit(CORE, "            del same[block_id]\n", "            same.clear()\n"),
-    "Edge cases (full pool, single block, etc.)": Edit(CORE, "        if rest:\n", "        if rest >= 0:\n"),
+    "Concurrent allocations": Edit(CORE, "            hole.size -= needed\n", ""),
+    "Edge cases (full pool, single block, etc.)": Edit(CORE, "        if not rest:\n", "        if rest < 0:\n"),
     f"{CRITERIA}: Minimum 25 test cases": "it counts tests, which no edit of the code changes",
     "Follow `events::deduplicate` pattern for ID-based operations": Edit(
         "forged/kernel/replies.py", "        return known.answer", "        return None"
