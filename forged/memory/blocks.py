@@ -51,6 +51,10 @@ class Block(msgspec.Struct, eq=False):
     key: int = 0
     """Of a hole: its size and offset in one integer, as its free list has it."""
 
+    def __repr__(self) -> str:
+        # That of a struct would show all blocks of the pool, each with its neighbours.
+        return f"Block({self.block_id!r}, offset={self.offset}, size={self.size}, status={str(self.status)!r})"
+
     @property
     def is_hole(self) -> bool:
         return self.free_list is not None

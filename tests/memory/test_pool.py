@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import gc
 import math
 import random
 import re
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,6 +29,7 @@ from forged.memory import (
     fragmentation_ratio,
     memory_pressure,
 )
+from forged.memory.pool_core import PoolCore
 from tests.memory.pools import (
     ALLOCATED,
     CACHED,
@@ -470,6 +473,22 @@ def test_pool_allocates_where_the_best_fit_of_its_blocks_is() -> None:
         if result.block_id is not None and expected is not None:
             assert result.offset == -(-offsets[expected] // request.alignment) * request.alignment
             ids.append(result.block_id)
+
+
+def test_text_of_a_block_does_not_show_its_neighbours() -> None:
+    core = PoolCore(1000)
+    for number in range(100):
+        core.allocate(AllocationRequest("t", 2, 1), 0.0, f"b{number}")
+    assert repr(core.get("b7")) == "Block('b7', offset=14, size=2, status='allocated')"
+
+
+def test_pool_of_many_blocks_can_be_dropped() -> None:
+    pool = pool_of(200_000)
+    filled(pool, *[2] * 100_000)
+    core = weakref.ref(pool._core)
+    del pool
+    gc.collect()
+    assert core() is None
 
 
 # --- threads ----------------------------------------------------------------------------------------------------------
