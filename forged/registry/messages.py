@@ -457,6 +457,8 @@ class RollBackModel(Request[ModelRolledBack], frozen=True):
     """None: the serving version."""
     to: ModelVersion | None = None
     reason: str = ""
+    expected: DeploymentState | None = None
+    """The state that the caller has seen: another one refuses the request."""
 
 
 class MoveAlias(Request[Nothing], frozen=True):

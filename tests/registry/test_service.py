@@ -749,6 +749,25 @@ async def test_bad_canary_is_rolled_back_once() -> None:
 
 
 @on_virtual_time
+async def test_canary_that_was_promoted_meanwhile_stays_in_service() -> None:
+    def extend(one: Registry) -> None:
+        async def wrapper(request: RollBackModel, call: Call, proceed: Proceed) -> ModelRolledBack:
+            await one.promote(V2, PRODUCTION)
+            done: ModelRolledBack = await proceed(request)
+            return done
+
+        one.kernel.bus.wrap(RollBackModel, wrapper, owner="a plugin")
+
+    async with registry(extend=extend) as one:
+        await one.serve(V1)
+        await one.make_canary(V2)
+        await one.set_policy(canary=CanaryAction.ACT)
+        await one.report(V2, latency_p99_ms=20.0)
+        await one.kernel.settle()
+        assert (one.serving, await one.state(V2)) == (V2, "production")
+
+
+@on_virtual_time
 async def test_plugin_may_replace_the_rollback_of_a_bad_canary() -> None:
     asked: list[RollBackModel] = []
 

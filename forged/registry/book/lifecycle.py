@@ -95,8 +95,7 @@ class Lifecycle:
     def _check(self, model: Model, record: VersionRecord, request: TransitionModel, now: float) -> tuple[int, str]:
         """The validation that a transition rests on, and the waiver that it needs; or a refusal."""
         name, was, to = (model.model_id, record.version), record.state, request.to
-        if request.expected is not None and was is not request.expected:
-            raise errors.state_changed(*name, was, record.state_by, request.expected)
+        _require_expected(record, request.expected)
         is_serving = record.version == model.serving
         if not can_transition_state(was, to):
             fix = errors.ends_serving(*name, model.predecessor()) if is_serving else ""
@@ -130,6 +129,7 @@ class Lifecycle:
             fix = "name the canary that is to be rolled back"
             raise errors.rollback_refused(model.model_id, None, "no version serves", fix)
         record = model.record(version)
+        _require_expected(record, request.expected)
         draft, reason = Draft(self._state, by, now), shortened(request.reason)
         if record.state is DeploymentState.CANARY:
             done = self._roll_back_canary(draft, model, record, request.to, reason)
@@ -181,7 +181,9 @@ class Lifecycle:
         """The rollback that a measurement demands: of a canary that is still the one that was measured."""
         if not self._is_bad(fact, CanaryAction.ACT):
             return None
-        return RollBackModel(fact.model_id, fact.version, reason=f"its metrics in service: {fact.reason}")
+        reason = f"its metrics in service: {fact.reason}"
+        # A plugin may let the request wait, and the canary be promoted meanwhile.
+        return RollBackModel(fact.model_id, fact.version, reason=reason, expected=DeploymentState.CANARY)
 
     def advice(self, fact: CanaryMeasured, by: Principal, now: float) -> Decision[None] | None:
         """Advise a rollback, once for each time that a version is a canary."""
@@ -291,6 +293,11 @@ class Lifecycle:
             for number in range(last - len(record.validation_sizes) + 1, last + 1):
                 draft.write(validation_key(model.digest, record.version, number), None)
         return draft.decided(Nothing(), self._state.job_of(model.model_id))
+
+
+def _require_expected(record: VersionRecord, expected: DeploymentState | None) -> None:
+    if expected is not None and record.state is not expected:
+        raise errors.state_changed(record.model_id, record.version, record.state, record.state_by, expected)
 
 
 def _nothing_to_return_to(model: Model, failed: ModelVersion) -> TransitionRefused:
