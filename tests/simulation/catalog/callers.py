@@ -15,6 +15,7 @@ from forged.catalog.messages import (
     CollectCheckpoints,
     CompactCheckpoint,
     CompleteCheckpoint,
+    ConfirmDeleted,
     DeleteCheckpoint,
     FailCheckpoint,
     HoldCheckpoint,
@@ -43,12 +44,18 @@ if TYPE_CHECKING:
     from tests.simulation.catalog.simulation import CatalogSimulation
 
 READER_DIES = 0.15
+WITHOUT_RULES = 0.2
 HOSTILE_FOLDER = f"/roots/{HOSTILE}"
 
 
 def drawn_settings(random: Random) -> dict[str, SettingValue]:
-    """The retention settings of a job."""
-    settings: dict[str, SettingValue] = {"checkpoint_keep": random.randint(1, 3)}
+    """The retention settings of a job; without any rule, what its script keeps counts."""
+    settings: dict[str, SettingValue] = {}
+    if random.random() < 0.5:
+        settings["checkpoint_chain_max"] = random.randint(1, 3)
+    if random.random() < WITHOUT_RULES:
+        return settings
+    settings["checkpoint_keep"] = random.randint(1, 3)
     if random.random() < 0.3:
         settings["checkpoint_max_age_s"] = random.uniform(3.0, 12.0)
     if random.random() < 0.5:
@@ -56,8 +63,6 @@ def drawn_settings(random: Random) -> dict[str, SettingValue]:
         settings["checkpoint_metric_ascending"] = random.random() < 0.5
     if random.random() < 0.3:
         settings["checkpoint_keep_every_steps"] = random.randint(5, 15)
-    if random.random() < 0.5:
-        settings["checkpoint_chain_max"] = random.randint(1, 3)
     return settings
 
 
@@ -257,7 +262,7 @@ class HostileTenant:
         async with self._simulation.client("hostile", HOSTILE) as client:
             while self._simulation.faults_active:
                 await anyio.sleep(self._random.uniform(0.1, 1.0))
-                attempt = self._random.choice((self._claim, self._claim, self._name_others))
+                attempt = self._random.choice((self._claim, self._claim, self._name_others, self._lie))
                 try:
                     await attempt(client)
                 except Unavailable as error:
@@ -284,6 +289,13 @@ class HostileTenant:
         """What the other jobs are likely to save next."""
         steps = ((one.plan.folder, one.step + self._random.randint(1, 4)) for one in self._simulation.trainers)
         return [SaveName(f"{folder}/step-{step:08d}", self._random.randbytes(8).hex()) for folder, step in steps]
+
+    async def _lie(self, client: ForgedClient) -> None:
+        """Say of all checkpoints that their files are deleted: this counts for what is this job's to delete."""
+        ids = sorted(self._oracle.records)
+        self._oracle.lied_about.update(ids)
+        await client.request(ConfirmDeleted(*self._me, ids))
+        self._simulation.meet("a hostile tenant lies about deletions")
 
     async def _name_others(self, client: ForgedClient) -> None:
         """Name the checkpoint of another job in every request that a worker may send."""

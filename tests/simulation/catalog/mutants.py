@@ -5,7 +5,7 @@ Each mutant changes one behaviour for one seed, and breaks the promise that is n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -27,6 +27,7 @@ from forged.catalog.messages import (
     CollectedFiles,
     CompleteCheckpoint,
     CompletedCheckpoint,
+    ConfirmDeleted,
     DeleteCheckpoint,
     ReleaseCheckpoint,
 )
@@ -36,10 +37,12 @@ from forged.catalog.records import CheckpointRecord, Moment, decoded
 from forged.catalog.retention import RetentionRule
 from forged.catalog.run_index import IndexEntry, RunIndex, by_step
 from forged.catalog.service import CatalogService
+from forged.catalog.settings import JobRetention, retention_of
 from forged.elastic.messages import ProgressLost
 from forged.errors import RequestRefused
 from forged.kernel.messages import Decision, Nothing, Record
 from tests.simulation.catalog.oracle import Promise
+from tests.simulation.catalog.slot_mutants import SLOT_MUTANTS
 
 Mutant = Callable[[], Any]
 _INFINITY = float("inf")
@@ -464,6 +467,31 @@ def let_go_of_the_parents_of_what_is_read() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def keep_as_the_script_does_against_the_settings() -> Iterator[None]:
+    """What a script keeps counts also where the job's settings say something else."""
+
+    def stubborn(settings: Mapping[str, Any], defaults: Mapping[str, Any], keep: int | None = None) -> JobRetention:
+        return retention_of(settings if keep is None else {**settings, "checkpoint_keep": keep}, defaults)
+
+    with patch("forged.catalog.book.policies.retention_of", stubborn):
+        yield
+
+
+@contextmanager
+def believe_every_deletion() -> Iterator[None]:
+    """A worker of any job may say that the files of a tombstone are gone."""
+
+    def credulous(self: CheckpointCollection, request: ConfirmDeleted) -> list[Decision[Nothing]]:
+        table = self._table
+        named = [table.records[one] for one in request.checkpoint_ids if one in table.records]
+        gone = [one for one in named if one.is_deleted and not table.is_managed(one)]
+        return in_decisions(Nothing(), request.job, [table.forget(one) for one in gone])
+
+    with patch.object(CheckpointCollection, "confirm_deleted", credulous):
+        yield
+
+
 MUTANTS: dict[str, Mutant] = {}
 BREAKS: dict[str, Promise] = {}
 """The promise that each of them breaks."""
@@ -506,6 +534,9 @@ for mutant, promise in (
     (share_checkpoints_between_jobs, Promise.REFUSED),
     (share_paths_between_jobs, Promise.REFUSED),
     (give_a_path_to_the_job_that_names_it_first, Promise.NAMED),
+    (keep_as_the_script_does_against_the_settings, Promise.KEPT),
+    (believe_every_deletion, Promise.REFUSED),
+    *SLOT_MUTANTS,
 ):
     MUTANTS[mutant.__name__] = mutant
     BREAKS[mutant.__name__] = promise

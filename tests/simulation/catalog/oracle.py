@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from forged.catalog.messages import (
     CheckpointCollected,
+    CheckpointCompacted,
     CheckpointFailed,
     CheckpointReinstated,
     CheckpointRepaired,
@@ -24,18 +25,21 @@ from forged.catalog.messages import (
     CheckpointsAbandoned,
     CheckpointsAdopted,
     CheckpointStarted,
+    EmergencyCheckpointSaved,
     ReportRestore,
     RestorePoints,
 )
 from forged.catalog.model import CheckpointMeta, CheckpointState
 from forged.catalog.records import PREFIX, CheckpointRecord, decoded
-from forged.elastic.messages import ProgressLost
+from forged.elastic.messages import ProgressLost, WorkerFailed
 from forged.jobs.model import JobChanged, JobCreated, JobRemoved
 from forged.kernel.ledger import FACT_PREFIX
 from forged.kernel.messages import Record
 from forged.kernel.store.port import Transaction
 from tests.simulation.catalog.fact_model import FactModel, ToldCheckpoint
 from tests.simulation.catalog.retention_model import Policies, rank, restorable, why_kept
+from tests.simulation.catalog.slot_oracle import SlotOracle
+from tests.simulation.catalog.slots import HostMemory
 from tests.simulation.catalog.storage import SaveName, SimulatedStorage, StoredFile
 from tests.simulation.daemon.oracle import InvariantViolated
 
@@ -58,6 +62,8 @@ class Promise(Enum):
     ENDS = "each checkpoint is completed, or fails when its writer is gone, within a bounded time"
     ORPHANS = "of deleted checkpoints and failed saves no file remains"
     SETTLED = "a second collection deletes nothing"
+    STAGED = "what all ranks have staged is in slots until it is on disk, and on disk after a failure or an answer"
+    ONE_SAVE = "a checkpoint from slots has the parts of all ranks of one save"
     REFUSED = "a tenant cannot touch the checkpoints of another job"
     NAMED = "a tenant keeps no checkpoint of another job out of the catalogue"
 
@@ -76,6 +82,7 @@ class CatalogOracle:
 
     now: Callable[[], float]
     storage: SimulatedStorage
+    memory: HostMemory
     met: Callable[[str], None]
     is_managed: Callable[[CheckpointRecord], bool]
     writer_gone_s: float
@@ -95,6 +102,8 @@ class CatalogOracle:
     """Until when each acknowledged hold lasts at least, by checkpoint and holder."""
     deletion_wanted: set[str] = field(default_factory=set)
     failure_reported: set[str] = field(default_factory=set)
+    lied_about: set[str] = field(default_factory=set)
+    """The checkpoints that a tenant of another job says to have deleted."""
     started_at: dict[str, float] = field(default_factory=dict)
     removed_jobs: set[str] = field(default_factory=set)
     saves: dict[str, SaveName] = field(default_factory=dict)
@@ -104,6 +113,14 @@ class CatalogOracle:
 
     def __post_init__(self) -> None:
         self.policies = Policies(self.now)
+        self.slots = SlotOracle(
+            self.now,
+            self.memory,
+            lambda what: self.violated(Promise.STAGED, what),
+            lambda what: self.violated(Promise.ONE_SAVE, what),
+            lambda worker: worker in self.writers and self.now() < self.writers[worker].gone_at,
+            self.removed_jobs,
+        )
         self.told = FactModel(lambda what: self.violated(Promise.FACTS, what))
         self._offers: defaultdict[str, list[tuple[float, list[str]]]] = defaultdict(list)
         """The ids that a job is offered, from each time on."""
@@ -139,6 +156,7 @@ class CatalogOracle:
 
     def loaded(self, facts: Iterable[Record], records: Iterable[CheckpointRecord]) -> None:
         """A daemon has read its store: also what a killed one has made durable without knowing."""
+        self.slots.loaded_at = self.now()
         last = max(self.facts, default=0)
         new = [one for one in facts if one.id > last]
         found = {one.id: one for one in records}
@@ -172,7 +190,9 @@ class CatalogOracle:
             self._check_collected(facts, before)
             self._check_abandoned(facts, before, records)
         for job in sorted({one.job for one in records.values()} | {before[one].job for one in gone if one in before}):
-            self._offers[job].append((self.now(), self.offered(job)))
+            offered = self.offered(job)
+            self._offers[job].append((self.now(), offered))
+            self.slots.offered(job, self.records[offered[0]].meta.step if offered else -1)
 
     def _hear(self, record: Record) -> None:
         match record.fact:
@@ -182,6 +202,10 @@ class CatalogOracle:
                 self.met("a checkpoint is repaired, or was not damaged")
             case JobRemoved():
                 self.removed_jobs.add(record.job)
+            case WorkerFailed():
+                self.slots.worker_failed(record.job)
+            case EmergencyCheckpointSaved():
+                self.met("an emergency checkpoint is saved")
             case ProgressLost() as lost:
                 beyond = [
                     one.id for one in self.live(record.job) if one.meta.step > lost.step and not one.meta.abandoned
@@ -199,6 +223,7 @@ class CatalogOracle:
         told = self.told.checkpoints.get(after.id)
         if before is None:
             self.started_at[after.id] = self.now()
+            self.policies.set_kept_by_script(after.job, after.keep)
             adopted = next((one for one in facts if isinstance(one.fact, CheckpointsAdopted)), None)
             if told is None and adopted is not None:
                 told = self.told.checkpoints[after.id] = ToldCheckpoint.of(after)
@@ -210,7 +235,7 @@ class CatalogOracle:
             self._check_completed(after)
             if before is not None and (before.is_being_written or before.meta.is_failed_save):
                 self._check_parent(after)
-        if before is not None and before.meta.parent_id is not None and after.meta.parent_id is None:
+        if any(isinstance(one.fact, CheckpointCompacted) and one.fact.checkpoint_id == after.id for one in facts):
             self._check_compacted(after)
         is_failed = after.meta.is_failed_save and state_before is CheckpointState.CREATING
         if is_failed and any(isinstance(one.fact, CheckpointFailed) for one in facts):
@@ -218,6 +243,7 @@ class CatalogOracle:
 
     def _check_completed(self, record: CheckpointRecord) -> None:
         save = SaveName(record.path, record.save_id)
+        self.slots.completed(record.job, save)
         if record.job != HOSTILE and not self.storage.is_whole(save) and not self.is_excused(save):
             self.violated(Promise.COMPLETE, f"{record.id} is complete, and {save} is not there as a whole")
 
@@ -247,6 +273,9 @@ class CatalogOracle:
 
     def _check_failed(self, record: CheckpointRecord) -> None:
         self.met("a save fails")
+        if SaveName(record.path, record.save_id) in self.slots.failed_saves:
+            self.met("a save from slots fails")
+            return
         if record.id in self.failure_reported:
             return
         writer = self.writers.get((record.job, record.worker_id, record.incarnation))
@@ -262,6 +291,10 @@ class CatalogOracle:
         self.told.checkpoints.pop(record.id, None)
         if record.is_deleted and record.job != HOSTILE:
             self.swept.add(SaveName(record.path, record.save_id))
+            self.slots.deleted(SaveName(record.path, record.save_id))
+        if record.job == HOSTILE:
+            # It is not a save of this job.
+            self.saves.pop(record.id, None)
         needs = [one.id for one in self.live(record.job) if one.meta.parent_id == record.id]
         if not record.is_deleted:
             if record.job not in self.removed_jobs:
@@ -269,8 +302,19 @@ class CatalogOracle:
             self.saves.pop(record.id, None)
             if self.protected(record.id) or needs:
                 self.violated(Promise.KEPT, f"{record.id} is forgotten with its job, and needed by {needs}")
-        elif self.is_managed(record) and (left := self.storage.of_save(SaveName(record.path, record.save_id))):
+        else:
+            self._check_files_forgotten(record)
+
+    def _check_files_forgotten(self, record: CheckpointRecord) -> None:
+        """The files of a tombstone that is forgotten are gone, if it was the daemon's to see to that."""
+        save = SaveName(record.path, record.save_id)
+        left = self.storage.of_save(save)
+        if not left or save in self.slots.crossed:
+            return
+        if self.is_managed(record):
             self.violated(Promise.TOMBSTONE, f"{record.id} is forgotten, and {left} is still there")
+        elif record.id in self.lied_about and record.job != HOSTILE:
+            self.violated(Promise.REFUSED, f"{record.id} is forgotten, as {HOSTILE} has asked, and {left} is there")
 
     # Collection.
 
@@ -288,6 +332,8 @@ class CatalogOracle:
                 if why:
                     self.violated(Promise.KEPT, f"{known.id} ({known.meta}) is deleted as {fact.rule}, and is {why}")
                 self.met(f"a checkpoint goes: {fact.rule}")
+                if fact.rule == "surplus" and self.policies.is_of_script(known.job):
+                    self.met("a checkpoint goes as its script keeps them")
 
     def _why_needed(
         self, known: CheckpointRecord, fact: CheckpointCollected, before: Mapping[str, CheckpointRecord], at: float
@@ -309,6 +355,7 @@ class CatalogOracle:
 
     def deletes(self, file: StoredFile) -> None:
         """The daemon is about to delete a file."""
+        self.slots.deleted(file.save)
         files = file.save.path, file.save.save_id, file.job
         named = [one for one in self.records.values() if (one.path, one.save_id, one.files_job) == files]
         for record in named:
@@ -402,6 +449,9 @@ class CatalogOracle:
 
     def unsettled(self) -> list[str]:
         """What the daemon still has to do."""
+        return [*self.slots.unsettled().values(), *self._unsettled_records()]
+
+    def _unsettled_records(self) -> list[str]:
         return [
             f"{one.id} is {one.meta.state}, held by {one.meta.holders}, {'failed' if one.meta.is_failed_save else ''}"
             for one in self.records.values()
@@ -439,11 +489,16 @@ class CatalogOracle:
                 self.violated(Promise.ABANDONED, f"{job} has gone back to step {lost.step}, and is offered {left}")
         self._check_files()
 
+    def _is_whole_and_unknown(self, save: SaveName) -> bool:
+        return save in self.slots.crossed and self.storage.is_whole(save)
+
     def _check_files(self) -> None:
+        # What has failed and was deleted may have been saved again from slots.
+        known = {SaveName(one.path, one.save_id) for one in self.records.values() if not one.is_deleted}
         for checkpoint_id, save in self.saves.items():
             record = self.records.get(checkpoint_id)
             left = self.storage.of_save(save)
-            if record is None and left:
+            if record is None and left and save not in known and not self._is_whole_and_unknown(save):
                 self.violated(Promise.ORPHANS, f"{checkpoint_id} is deleted, and {left} is left")
             is_live = record is not None and not record.is_deleted
             if record is not None and is_live and not self.storage.is_whole(save) and not self.is_excused(save):

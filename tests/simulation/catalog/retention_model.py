@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import isnan
 
 from forged.catalog.model import CheckpointMeta, CheckpointState, GcPolicy
-from forged.catalog.settings import retention_of
+from forged.catalog.settings import RULES_OF_KEEPING, retention_of
 from forged.jobs.model import SettingValue
 
 SETTINGS_LATE_S = 5.0
@@ -36,16 +36,26 @@ class Policies:
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._of_job: defaultdict[str, list[tuple[float, Mapping[str, SettingValue]]]] = defaultdict(list)
+        self._kept_by_script: dict[str, int] = {}
 
     def set(self, job: str, settings: Mapping[str, SettingValue]) -> None:
         self._of_job[job].append((self._now(), settings))
+
+    def set_kept_by_script(self, job: str, keep: int | None) -> None:
+        """A script has said how many checkpoints it keeps; it always says the same."""
+        if keep is not None:
+            self._kept_by_script[job] = keep
+
+    def is_of_script(self, job: str) -> bool:
+        """Whether the job's settings have no rule, so that the script's counts."""
+        return not any(settings.get(key) is not None for _, settings in self._of_job[job] for key in RULES_OF_KEEPING)
 
     def recent(self, job: str) -> list[GcPolicy]:
         """The present policy of a job, and those that were replaced a moment ago."""
         known = self._of_job[job]
         replaced_at = [at for at, _ in known[1:]] + [float("inf")]
         return [
-            retention_of(settings, {}).policy
+            retention_of(settings, {}, self._kept_by_script.get(job)).policy
             for (_, settings), at in zip(known, replaced_at, strict=True)
             if at > self._now() - SETTINGS_LATE_S
         ]

@@ -11,8 +11,9 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from random import Random
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import anyio
@@ -26,16 +27,20 @@ from forged.client import ForgedClient
 from forged.config import Config
 from forged.daemon import Daemon, Ports
 from forged.elastic.messages import ConfirmWorker, ProgressLost
-from forged.errors import RequestRefused, Unavailable
+from forged.errors import ForgedError, RequestRefused, Unavailable
 from forged.jobs.model import CreateJob
 from forged.kernel.bus.requests import Proceed
 from forged.kernel.ledger import FACT_PREFIX, read_all
-from forged.kernel.messages import Call, Decision, Nothing, Record, Request
+from forged.kernel.messages import Call, Decision, Fact, Nothing, Record, Request
 from forged.kernel.store.port import Conflict, Store, Transaction
 from forged.net.transport.connection import ConnectionLimits
-from tests.simulation.base import ENDPOINT, FOUND_WITHIN_S, SERVER, SOCKET, OpenStore, Simulation
+from forged.retry import RetryPolicy
+from tests.simulation.base import ENDPOINT, FOUND_WITHIN_S, PORT, SERVER, SOCKET, OpenStore, Simulation
 from tests.simulation.catalog.callers import HostileTenant, ModelMaker, OperatorActor, ReaderActor, drawn_settings
 from tests.simulation.catalog.oracle import HOSTILE, CatalogOracle, Promise
+from tests.simulation.catalog.slot_oracle import LEFT_S
+from tests.simulation.catalog.slots import HostMemory, HostWatch, RivalHost, SimulatedHost
+from tests.simulation.catalog.stagers import StagingWorld
 from tests.simulation.catalog.storage import SimulatedFiles, SimulatedStorage
 from tests.simulation.catalog.workers import JobPlan, Trainer, ask
 from tests.simulation.environment.disk import SimulatedDisk
@@ -45,6 +50,10 @@ from tests.simulation.environment.store import LogStore
 FAULTS_S = 17.0
 RECOVERY_MAX_S = 120.0
 HOSTILE_SEEDS = 0.4
+RIVAL_SEEDS = 0.25
+RIVAL = "rival"
+RIVAL_BEGINS_S_MAX = 9.0
+RIVAL_LIVES_S = (0.2, 3.0)
 WRITER_GONE_S = 4.0
 WRITING_S_MAX = 12.0
 SHORTER = {
@@ -57,13 +66,22 @@ SHORTER = {
     "forged.catalog.book.saves.FAILED_KEPT_S": 6.0,
     "forged.catalog.files.file_work.COMPACTION_PAUSE_S": 1.0,
     "forged.catalog.files.work_queue.PAUSE_S_MAX": 4.0,
+    "forged.catalog.files.work_queue.POSTPONED_S": 3.0,
+    "forged.host.service.LOOK_AFTER_S": 1.0,
+    "forged.host.slot_saves.RETRYING": RetryPolicy(attempts=None, delay_s=0.5, exponential=True, delay_max_s=2.0),
+    "forged.host.service.LOCAL_HOSTS": ("",),
+    "forged.host.slot_table.LEFT_S": LEFT_S,
 }
-"""The catalogue's times in simulations, so that all of them pass while there are faults."""
+"""The catalogue's times in simulations, so that all of them pass while there are faults; and all hosts are one."""
+RECORDED_WITHIN_S = 5.0
+DIE_TOGETHER, HOST_GONE = 0.3, 0.08
+"""How often the workers with slots die together with the daemon, and how often their memory is lost then."""
 SCRUB_BYTES_PER_S = 1 << 40
 PLANS = (
     JobPlan("own", "/data/own", is_trusted=True),
     JobPlan("rooted", "/roots/rooted", is_trusted=False),
     JobPlan("foreign", "/home/foreign", is_trusted=False, is_managed=False),
+    JobPlan("staged", "/data/staged", is_trusted=True, has_slots=True),
 )
 CLEANS_MAX = 10
 ROOTS = ("/roots/{job}",)
@@ -76,8 +94,10 @@ MUST_HAPPEN = (
     "a checkpoint goes: requested",
     "a completion is reported late",
     "a hostile tenant claims a path",
+    "a checkpoint goes as its script keeps them",
     "a hostile tenant is refused",
     "a model refers to a checkpoint",
+    "a hostile tenant lies about deletions",
     "a job continues from a checkpoint",
     "a job is removed",
     "a checkpoint is reinstated",
@@ -89,6 +109,15 @@ MUST_HAPPEN = (
     "a storage is gone",
     "a worker deletes what the daemon may not",
     "a worker that counts as failed goes on",
+    "a host loses its memory",
+    "a save from slots fails",
+    "a worker dies in the middle of a copy",
+    "an emergency checkpoint is saved",
+    "the daemon dies while it saves from slots",
+    "the daemon saves what workers have staged",
+    "two daemons use one store",
+    "workers and daemon are killed together",
+    "workers resume from slots",
     "an operator deletes a checkpoint",
     "checkpoints are abandoned",
     "checkpoints are adopted",
@@ -113,6 +142,19 @@ class WatchedStore(LogStore):
         return conflicts
 
 
+class SharedStore:
+    """The store of another daemon, which alone closes it."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    async def close(self) -> None:
+        """The other daemon uses it."""
+
+
 class Loading:
     """An owner without state: what a new daemon reads from the store is history."""
 
@@ -133,13 +175,25 @@ class CatalogSimulation(Simulation):
         super().__init__(seed, loop, random)
         self.met: Counter[str] = Counter()
         self.plans = random.sample(PLANS, 2)
-        self.storage = SimulatedStorage(random)
-        self.oracle = CatalogOracle(loop.time, self.storage, self.meet, self.is_managed, WRITER_GONE_S, WRITING_S_MAX)
-        self.trainers = [Trainer(self, plan) for plan in self.plans]
+        self.storage, self.memory = SimulatedStorage(random), HostMemory()
+        self.oracle = CatalogOracle(
+            loop.time, self.storage, self.memory, self.meet, self.is_managed, WRITER_GONE_S, WRITING_S_MAX
+        )
+        self.trainers = [Trainer(self, plan) for plan in self.plans if not plan.has_slots]
+        self.stagers = [StagingWorld(self, plan) for plan in self.plans if plan.has_slots]
         self._is_hostile = random.random() < HOSTILE_SEEDS
+        self._is_superseded = anyio.Event()
+        """A second daemon has taken the store: the first one can record nothing until it restarts."""
+        self._has_rival = random.random() < RIVAL_SEEDS
         self._scrubs = random.random() < 0.5
         self._tokens: dict[str, str] = {}
         self._files: SimulatedFiles | None = None
+        self._host: SimulatedHost | None = None
+
+    async def daemon_lives(self) -> None:
+        self._is_superseded = anyio.Event()
+        with anyio.move_on_after(self.random.uniform(*self.daemon_lives_s)):
+            await self._is_superseded.wait()
 
     def meet(self, what: str) -> None:
         """Count an event."""
@@ -163,6 +217,9 @@ class CatalogSimulation(Simulation):
     def ports(self, clock: VirtualClock, number: int) -> Ports:
         """Ports with the simulated storage."""
         self._files = SimulatedFiles(self.storage, self.oracle.deletes)
+        slots = self.oracle.slots
+        watch = HostWatch(slots.freed, slots.published, slots.failed_saves.add, slots.began, slots.ended)
+        self._host = SimulatedHost(self.memory, self.storage, Random(f"host {number} {self.seed}"), watch)
         return Ports(
             clock,
             self.network.host(SERVER),
@@ -171,7 +228,40 @@ class CatalogSimulation(Simulation):
             self.open_store_of(self.disk),
             random=Random(f"daemon {number} {self.seed}"),
             checkpoint_files=self._files,
+            host=self._host,
         )
+
+    async def _run_rival(self) -> None:
+        """Start a second daemon on the store of the first one, which can record nothing any more until it restarts."""
+        await anyio.sleep(self.random.uniform(1.0, RIVAL_BEGINS_S_MAX))
+        if self.daemon is None:
+            return
+        first, shared = self.daemon, SharedStore(self.daemon.store)
+        clock = VirtualClock(self.loop, offset_s=self.random.uniform(0, 1e6))
+
+        async def open_store() -> Store:
+            return cast("Store", shared)
+
+        ports = Ports(
+            clock,
+            self.network.host(RIVAL),
+            0,
+            0,
+            open_store,
+            random=Random(f"rival {self.seed}"),
+            checkpoint_files=SimulatedFiles(self.storage, self.oracle.deletes),
+            host=RivalHost(),
+        )
+        config = replace(self.config(), socket="/run/rival.sock", listen=(f"tcp://{RIVAL}:{PORT}",))
+        with anyio.move_on_after(self.random.uniform(*RIVAL_LIVES_S)):
+            try:
+                async with Daemon.running(config, ports, extend=self._stand_in):
+                    self.meet("two daemons use one store")
+                    await anyio.sleep_forever()
+            except ForgedError as error:
+                self.note(f"the second daemon has ended: {error.code}")
+        if self.daemon is first:
+            self._is_superseded.set()
 
     def config(self) -> Config:
         return Config(
@@ -187,8 +277,13 @@ class CatalogSimulation(Simulation):
     def extend(self, daemon: Daemon) -> None:
         """Answer for the workers, whose training is not simulated here."""
         daemon.ledger.register(Loading(self.oracle))
+        self._stand_in(daemon)
+
+    def _stand_in(self, daemon: Daemon) -> None:
         daemon.bus.on_handler_bug = self._tell_broken
         daemon.catalog.work._is_registered = self._is_registered
+        port = replace(daemon.slots._port, is_registered=self._is_registered)
+        daemon.slots._port = daemon.slots._saves._port = port
 
         async def confirm(request: Any, call: Call, proceed: Proceed) -> Any:
             if not self._is_registered(request.job, request.worker_id, request.incarnation):
@@ -210,6 +305,22 @@ class CatalogSimulation(Simulation):
     def daemon_stopped(self) -> None:
         if self._files is not None and self._files.deleting:
             self.meet("the daemon dies while it deletes files")
+        if self._host is not None:
+            if self._host.saving:
+                self.meet("the daemon dies while it saves from slots")
+            self._host.is_dead = True
+        self._kill_stagers()
+
+    def _kill_stagers(self) -> None:
+        """Workers die together with the daemon, or the host loses its memory too."""
+        chance = self.random.random()
+        for world in self.stagers:
+            if chance < DIE_TOGETHER:
+                self.meet("workers and daemon are killed together")
+                world.kill()
+            if chance < HOST_GONE:
+                self.meet("a host loses its memory")
+                self.oracle.slots.forget()
 
     def daemon_failed_to_start(self, code: str) -> None:
         """Only a store error may prevent the start."""
@@ -230,6 +341,21 @@ class CatalogSimulation(Simulation):
             source=Random(f"{host} {self.loop.time()} {self.seed}"),
             limits=ConnectionLimits(ping_after_s=4.0, silence_max_s=10.0),
         )
+
+    async def recorded(self, job: str, fact: Fact) -> bool:
+        """Have the daemon record a fact about a job; returns whether it is durable, or the job is gone."""
+        daemon = self.daemon
+        if job in self.oracle.removed_jobs:
+            return True
+        if daemon is None or not daemon.ledger.writable_now:
+            return False
+        with anyio.move_on_after(RECORDED_WITHIN_S):
+            try:
+                await daemon.ledger.append(Decision(None, (fact,), job=job), origin="simulation").wait()
+            except ForgedError:
+                return False
+            return True
+        return False
 
     def lose_progress(self, job: str, steps: int, step: int) -> bool:
         """Have the daemon record that a job goes back; returns whether it could."""
@@ -304,8 +430,9 @@ class CatalogSimulation(Simulation):
         self.server_clock.jump(-self.random.uniform(1.0, 20.0))
 
     def _harm(self) -> None:
-        """Damage or delete a file."""
-        names = sorted(self.storage.files)
+        """Damage or delete a file of a save that is in no slot: the daemon does not save it again from there."""
+        staged = {slot.part.save for slot in self.memory.slots.values() if slot.part is not None}
+        names = sorted(name for name, file in self.storage.files.items() if file.save not in staged)
         if names and self.random.random() < 0.5:
             name = self.random.choice(names)
             self.note(f"{name} is harmed")
@@ -338,10 +465,14 @@ class CatalogSimulation(Simulation):
             actors.start_soon(self.make_faults)
             for trainer in self.trainers:
                 actors.start_soon(trainer.run)
+            for stager in self.stagers:
+                actors.start_soon(stager.run)
             actors.start_soon(ReaderActor(self).run)
             actors.start_soon(OperatorActor(self).run)
             if self.seed % 4 == 2:
                 actors.start_soon(ModelMaker(self).run)
+            if self._has_rival:
+                actors.start_soon(self._run_rival)
             if self._is_hostile:
                 actors.start_soon(HostileTenant(self).run)
 
@@ -359,10 +490,11 @@ class CatalogSimulation(Simulation):
         async with self.client("auditor", "") as auditor:
             jobs = [plan.name for plan in self.plans]
             for trainer in self.trainers:
-                if trainer.plan.name not in self.oracle.removed_jobs:
-                    if not trainer.plan.is_managed:
-                        await self._clean(trainer)
-                    await self._collect_twice(auditor, trainer.plan.name)
+                if trainer.plan.name not in self.oracle.removed_jobs and not trainer.plan.is_managed:
+                    await self._clean(trainer)
+            for job in jobs:
+                if job not in self.oracle.removed_jobs:
+                    await self._collect_twice(auditor, job)
             await self._settle()
             for job in jobs:
                 asked_at = -1.0

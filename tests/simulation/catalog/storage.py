@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
+from typing import TYPE_CHECKING
 from zlib import crc32
 
 import anyio
@@ -19,6 +20,9 @@ import anyio
 from forged.catalog.ports import FOLDER_MISSING, CheckpointLocation, FoundCheckpoint, Progress
 from forged.catalog.records import folder_of
 from forged.errors import RequestRefused, Unavailable
+
+if TYPE_CHECKING:
+    from tests.simulation.catalog.slots import StagedPart
 
 MANIFEST = ".manifest"
 TOMBSTONE = ".deleted"
@@ -43,6 +47,8 @@ class StoredFile:
     size_bytes: int = 0
     parts: tuple[str, ...] = ()
     parent: SaveName | None = None
+    part: StagedPart | None = None
+    """The contents of a part that was saved from a slot."""
 
 
 class SimulatedStorage:
@@ -206,6 +212,9 @@ class SimulatedFiles:
                 await self._delete(location, name)
         if self._meant(location, TOMBSTONE) is not None:
             await self._delete(location, location.path + TOMBSTONE)
+        if self._meant(location, MANIFEST) is not None:
+            # It was published meanwhile, and names these files.
+            await self._delete_all(location)
 
     async def _delete(self, location: CheckpointLocation, name: str) -> None:
         await self._storage.reach(location.path)

@@ -18,7 +18,9 @@ LIKELY = {
     "forget_holds_at_restart": 9,
     "ignore_models": 6,
     "let_go_of_the_parents_of_what_is_read": 972,
+    "look_for_slots_in_another_directory": 59,
     "release_for_all_readers": 139,
+    "save_the_same_slots_at_once": 46,
 }
 """Seeds that catch rare mutants, tried first; they may change with the simulation."""
 

@@ -75,6 +75,8 @@ class JobPlan:
     """Whether its workers have an operator's token, so that the daemon may touch any path they name."""
     is_managed: bool = True
     """Whether the daemon may touch its files."""
+    has_slots: bool = False
+    """Whether its workers stage into slots and have the daemon save."""
 
 
 async def ask(simulation: CatalogSimulation, client: ForgedClient, request: Request[R]) -> R | None:
@@ -197,6 +199,7 @@ class Trainer:
         self.step = 0
         """The step that the job has reached."""
         self._lives = 0
+        self._keep = self._random.randint(1, 3)
         self._last: SaveName | None = None
         """The last complete save, on which an incremental one builds."""
 
@@ -410,6 +413,7 @@ class _Process:
             "" if save.base is None else save.base.path,
             {"loss": loss} if self._random.random() < 0.9 else {},
             age_s=age_s,
+            keep=self._trainer._keep,
         )
         meta = await self._ask(request)
         save.checkpoint_id = "" if meta is None else meta.checkpoint_id
