@@ -102,6 +102,8 @@ class CatalogOracle:
     """Until when each acknowledged hold lasts at least, by checkpoint and holder."""
     deletion_wanted: set[str] = field(default_factory=set)
     failure_reported: set[str] = field(default_factory=set)
+    superseded: tuple[float, float] = (math.inf, math.inf)
+    """Since when and until when a daemon runs on whose store a second one was started."""
     lied_about: set[str] = field(default_factory=set)
     """The checkpoints that a tenant of another job says to have deleted."""
     started_at: dict[str, float] = field(default_factory=dict)
@@ -256,8 +258,11 @@ class CatalogOracle:
         known = {
             SaveName(one.path, one.save_id): one.id for one in of_job if not one.is_deleted or one.meta.storage_path
         }
-        expected = None if manifest.parent is None else known.get(manifest.parent)
-        if record.meta.parent_id != expected:
+        # It may have been made full before its completion was durable; then that is recorded next.
+        parent = manifest.parent or manifest.compacted_from
+        expected = None if parent is None else known.get(parent)
+        is_full = manifest.parent is None and record.meta.parent_id is None
+        if record.meta.parent_id != expected and not is_full:
             self.violated(Promise.COMPLETE, f"{record.meta} does not build on {expected}, as its manifest says")
 
     def _check_compacted(self, record: CheckpointRecord) -> None:
@@ -382,7 +387,13 @@ class CatalogOracle:
         return [one.checkpoint_id for one in offered]
 
     def found(self, job: str, points: RestorePoints, asked_at: float) -> None:
-        """A caller has asked for restore points: they are right at some moment since it asked."""
+        """A caller has asked for restore points: they are right at some moment since it asked.
+
+        A daemon that another one has superseded answers from its memory until its next write.
+        """
+        began, ended = self.superseded
+        if began <= self.now() and asked_at <= ended:
+            asked_at = min(asked_at, began)
         answer = [one.meta.checkpoint_id for one in points.points]
         known = self._offers[job]
         right = [ids for at, ids in known if at >= asked_at]

@@ -8,6 +8,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -253,6 +254,7 @@ class CatalogSimulation(Simulation):
             host=RivalHost(),
         )
         config = replace(self.config(), socket="/run/rival.sock", listen=(f"tcp://{RIVAL}:{PORT}",))
+        self.oracle.superseded = self.loop.time(), math.inf
         with anyio.move_on_after(self.random.uniform(*RIVAL_LIVES_S)):
             try:
                 async with Daemon.running(config, ports, extend=self._stand_in):
@@ -303,6 +305,8 @@ class CatalogSimulation(Simulation):
         """It runs until it is killed."""
 
     def daemon_stopped(self) -> None:
+        began, ended = self.oracle.superseded
+        self.oracle.superseded = began, min(ended, max(began, self.loop.time()))
         if self._files is not None and self._files.deleting:
             self.meet("the daemon dies while it deletes files")
         if self._host is not None:

@@ -80,6 +80,8 @@ class StagingWorld:
         self._step = 0
         self._generation = 0
         self._left: list[StagingRank] = []
+        self._telling = [anyio.Lock() for _ in range(RANKS)]
+        """By rank: the end of a process is recorded before that of the next one with its name."""
         self._tasks: TaskGroup | None = None
         self._training: anyio.CancelScope | None = None
 
@@ -288,7 +290,7 @@ class StagingWorld:
             self._left.append(rank)
             now = self._oracle.slots.left_at[rank.me] = self._simulation.loop.time()
             self._oracle.writers[rank.me].gone_at = now
-            self._tasks.start_soon(self._tell, rank, WorkerLeft(rank.me[1], "it is done"))
+            self._tasks.start_soon(self._tell, rank, now, WorkerLeft(rank.me[1], "it is done"))
 
     def _end(self, ranks: list[StagingRank], reason: str) -> None:
         """Processes die; the daemon notices a while later."""
@@ -296,16 +298,14 @@ class StagingWorld:
         for rank in ranks:
             if rank.is_alive:
                 rank.is_alive = False
-                self._tasks.start_soon(self._notice, rank, reason)
+                noticed_at = self._simulation.loop.time() + self._random.uniform(0.0, NOTICED_AFTER_S)
+                self._oracle.writers[rank.me].gone_at = noticed_at
+                self._tasks.start_soon(self._tell, rank, noticed_at, WorkerFailed(rank.me[1], rank.rank, reason))
 
-    async def _notice(self, rank: StagingRank, reason: str) -> None:
-        noticed_at = self._simulation.loop.time() + self._random.uniform(0.0, NOTICED_AFTER_S)
-        self._oracle.writers[rank.me].gone_at = noticed_at
-        await anyio.sleep(noticed_at - self._simulation.loop.time())
-        await self._tell(rank, WorkerFailed(rank.me[1], rank.rank, reason))
-
-    async def _tell(self, rank: StagingRank, fact: WorkerFailed | WorkerLeft) -> None:
+    async def _tell(self, rank: StagingRank, noticed_at: float, fact: WorkerFailed | WorkerLeft) -> None:
         """Have the daemon record the end of a worker, durably."""
-        while not await self._simulation.recorded(self.plan.name, fact):
-            await anyio.sleep(PATIENCE_S)
+        async with self._telling[rank.rank]:
+            await anyio.sleep(max(0.0, noticed_at - self._simulation.loop.time()))
+            while not await self._simulation.recorded(self.plan.name, fact):
+                await anyio.sleep(PATIENCE_S)
         self._simulation.note(f"{fact} is durable")

@@ -49,6 +49,8 @@ class StoredFile:
     parent: SaveName | None = None
     part: StagedPart | None = None
     """The contents of a part that was saved from a slot."""
+    compacted_from: SaveName | None = None
+    """Of a manifest: what it built on before it was made full."""
 
 
 class SimulatedStorage:
@@ -162,7 +164,7 @@ class SimulatedFiles:
             raise Unavailable("checkpoint_replaced", f"{location.path} was changed during its compaction", "")
         # A deletion may come between the look and the replacement.
         await self._storage.reach(location.path)
-        full = replace(manifest, parts=(*manifest.parts, *copied), parent=None)
+        full = replace(manifest, parts=(*manifest.parts, *copied), parent=None, compacted_from=manifest.parent)
         self._storage.files[location.path + MANIFEST] = full
         await self._storage.reach(location.path)
         if any(name not in self._storage.files for name in full.parts):
