@@ -218,6 +218,7 @@ class Daemon:
                 is_trusted=self.catalog.is_trusted,
                 is_managed=self.catalog.is_root,
                 checkpoint_at=self.catalog.book.table.checkpoint_at,
+                verify_again=self.catalog.verify_again,
             ),
             ports.token_bytes,
             ports.random,

@@ -177,6 +177,12 @@ class CatalogService:
         await self._confirm_writer(request, call)
         return self._last(self.book.saves.complete(request), request.job)
 
+    def verify_again(self, checkpoint_id: str) -> None:
+        """Verify a checkpoint that was damaged and is repaired, perhaps; ignores unknown ones."""
+        record = self.book.table.records.get(checkpoint_id)
+        if record is not None:
+            self.work.verify_again(record)
+
     async def _fail(self, request: FailCheckpoint, call: Call) -> Decision[Nothing]:
         await self._confirm_writer(request, call)
         return self._of_job(self.book.saves.fail(request, self._now()), request.job)

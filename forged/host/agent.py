@@ -20,8 +20,8 @@ class HeldSlots(Protocol):
         """The checkpoint's name in its directory."""
         ...
 
-    async def save(self, storage_path: str) -> SavedSlots:
-        """Save the checkpoint in a directory. Raises `CheckpointException`."""
+    async def save(self, storage_path: str, *, is_damaged: bool) -> SavedSlots:
+        """Save the checkpoint in a directory, in place of one that `is_damaged`. Raises `CheckpointException`."""
         ...
 
     def release(self) -> None: ...

@@ -151,7 +151,7 @@ class SaveThreads:
         self._hung: list[LocalHeldSlots] = []
         self._mounts = Mounts()
 
-    async def save(self, held: LocalHeldSlots, storage_path: str) -> SavedSlots:
+    async def save(self, held: LocalHeldSlots, storage_path: str, *, is_damaged: bool) -> SavedSlots:
         from forged.checkpoint.thread_calls import StorageUnresponsive, run_in_thread
         from forged.checkpoint.watched_token import WatchedToken
 
@@ -159,7 +159,7 @@ class SaveThreads:
             self._require_answers(held, storage_path)
             token = WatchedToken(SAVE_IDLE_S)
             try:
-                return await run_in_thread(partial(held.save_now, storage_path, token), token)
+                return await run_in_thread(partial(held.save_now, storage_path, token, is_damaged=is_damaged), token)
             except StorageUnresponsive:
                 self._hung.append(held)
                 raise
@@ -198,10 +198,10 @@ class LocalHeldSlots:
     def save_id(self) -> str:
         return self._slots.manifest.save_id
 
-    async def save(self, storage_path: str) -> SavedSlots:
-        return await self._saves.save(self, storage_path)
+    async def save(self, storage_path: str, *, is_damaged: bool) -> SavedSlots:
+        return await self._saves.save(self, storage_path, is_damaged=is_damaged)
 
-    def save_now(self, storage_path: str, token: CancelToken) -> SavedSlots:
+    def save_now(self, storage_path: str, token: CancelToken, *, is_damaged: bool) -> SavedSlots:
         """Save in this thread."""
         with self._lock:
             if self._is_released:
@@ -209,14 +209,14 @@ class LocalHeldSlots:
                 raise Unavailable("slots_interrupted", "the save was interrupted", "try again")
             self.saves_in = storage_path
         try:
-            return self._save(storage_path, token)
+            return self._save(storage_path, token, is_damaged=is_damaged)
         finally:
             with self._lock:
                 self.saves_in = ""
                 if self._is_released:
                     self._opened.close()
 
-    def _save(self, storage_path: str, token: CancelToken) -> SavedSlots:
+    def _save(self, storage_path: str, token: CancelToken, *, is_damaged: bool) -> SavedSlots:
         from forged.checkpoint.saving.slot_saver import save_slots
         from forged.checkpoint.storage.listing import read_manifest
         from forged.checkpoint.storage.local import LocalStorage
@@ -224,7 +224,7 @@ class LocalHeldSlots:
         # A worker could replace a directory of its own by a link to another one at any moment.
         storage, manifest = LocalStorage(storage_path).without_links(), self._slots.manifest
         try:
-            if not (is_new := save_slots(storage, self._slots, token)):
+            if not (is_new := save_slots(storage, self._slots, token, is_damaged=is_damaged)):
                 manifest = read_manifest(storage, manifest.prefix)
         except (ForgedError, OSError):
             raise

@@ -21,3 +21,5 @@ class SlotsPort:
     """Whether the daemon may write to this path for any principal of this job."""
     checkpoint_at: Callable[[str, str, str], CheckpointMeta | None]
     """What the catalogue has of the checkpoint of a job with this path and save id."""
+    verify_again: Callable[[str], None]
+    """Have the catalogue verify a corrupted checkpoint, which is offered again if it is whole."""

@@ -7,12 +7,16 @@ Invariants:
   catalogue offers one that is as new. It is repeated until it is saved, superseded or impossible. When its slots are
   damaged, the save before it is saved.
 - A failure is told once per save, by `EmergencyCheckpointFailed` and in the log.
-- A checkpoint that the daemon has saved is complete in the catalogue, also if its save counted as failed.
+- A checkpoint that the daemon has saved is complete in the catalogue, also if its save counted as failed. One that was
+  damaged on disk is verified after it was saved again. Until then no collection and no caller deletes its record.
+- A save that has succeeded is not written again when its worker asks again: it may have been collected meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from random import Random
 from typing import TypeVar
 
@@ -27,9 +31,11 @@ from forged.catalog.messages import (
     EmergencyCheckpointSaved,
     FailCheckpoint,
     FindRestorePoints,
+    HoldCheckpoint,
+    ReleaseCheckpoint,
     StartCheckpoint,
 )
-from forged.catalog.model import CheckpointState, CheckpointType
+from forged.catalog.model import CheckpointMeta, CheckpointState, CheckpointType
 from forged.clock import Clock
 from forged.errors import ForgedError, RequestRefused, Unavailable, describe
 from forged.host.agent import HeldSlots, HostAgent
@@ -52,6 +58,10 @@ SAVE_WAIT_S = 1.0
 """How long one request waits for a save; the worker repeats it."""
 TOLD_AFTER, GIVEN_UP_AFTER = 3, 5
 """Tries after which a failure that may pass is told, and after which slots that cannot be read are given up."""
+HOLDER, HELD_S = "slots", 3600.0
+"""The holder of a corrupted checkpoint that is saved again, and how long the hold lasts if the daemon dies."""
+SAVED_KEPT = 8
+"""So many saves of a job that have succeeded are remembered: more than its workers can still ask for."""
 UNREADABLE = frozenset({"slots_unreadable", "checkpoint_slot_torn"})
 """The codes of errors about what is in slots; others are about the directory that is written to."""
 INTERRUPTED = Unavailable("slots_interrupted", "the save was interrupted", "try again")
@@ -167,10 +177,15 @@ class SlotSaves:
         return found.points[0].meta.step if found.points else None
 
     def forget_ended(self) -> None:
-        """Forget saves that have ended: a worker that asks again finds the checkpoint; and jobs without slots."""
-        for key in [key for key, save in self._saves.items() if save.ended.is_set()]:
-            del self._saves[key]
-        for job in self._rescues.keys() - {record.job for record in self._table.records.values()}:
+        """Forget saves that have failed, all but the last of those that have succeeded, and jobs without slots."""
+        with_slots = {record.job for record in self._table.records.values()}
+        succeeded = Counter[str]()
+        for (job, save_id), save in reversed(list(self._saves.items())):
+            succeeded[job] += save.saved is not None
+            is_needed = save.saved is not None and job in with_slots and succeeded[job] <= SAVED_KEPT
+            if save.ended.is_set() and not is_needed:
+                del self._saves[job, save_id]
+        for job in self._rescues.keys() - with_slots:
             del self._rescues[job]
 
     # Saves in the background.
@@ -230,12 +245,31 @@ class SlotSaves:
         if held is None:
             save.end(error=RequestRefused("slots_overwritten", "the slots hold something else by now", "stage again"))
             return
+        path = f"{storage_path}/{held.prefix}"
+        known = self._port.checkpoint_at(job, path, staged.save_id)
         try:
-            await self._run_save(save, held, storage_path)
+            async with self._kept(job, known):
+                await self._run_save(save, held, storage_path, is_damaged=_is_damaged(known))
+                if save.saved is not None:
+                    await self._report(job, staged, path, save.saved)
+        except ForgedError as error:
+            save.end(error=error)
         finally:
+            save.end(error=INTERRUPTED)
             held.release()
-        if save.saved is not None:
-            await self._report(job, staged, f"{storage_path}/{held.prefix}", save.saved)
+
+    @asynccontextmanager
+    async def _kept(self, job: str, known: CheckpointMeta | None) -> AsyncIterator[None]:
+        """Keep the record of a corrupted checkpoint while it is saved again; it could be collected or deleted."""
+        if known is None or known.state is not CheckpointState.CORRUPTED:
+            yield
+            return
+        await self._ask(HoldCheckpoint(job, known.checkpoint_id, HOLDER, HELD_S))
+        try:
+            yield
+        finally:
+            with suppress(ForgedError):
+                await self._ask(ReleaseCheckpoint(job, known.checkpoint_id, HOLDER))
 
     async def _report(self, job: str, staged: StagedCheckpoint, path: str, saved: SavedSlots) -> None:
         """Complete a checkpoint in the catalogue: its worker may have given up waiting, or have left."""
@@ -244,15 +278,23 @@ class SlotSaves:
             return
         seconds = max(0.0, self._clock.wall() - meta.created_at)
         try:
-            await self._ask(
-                CompleteCheckpoint(job, "", b"", meta.checkpoint_id, saved.size_bytes, seconds, saved.parent_path)
-            )
+            await self._complete(job, meta, saved, seconds)
         except ForgedError as error:
             self._log.warning("a saved checkpoint was not catalogued", job=job, path=path, reason=error.message)
 
-    async def _run_save(self, save: RunningSave, held: HeldSlots, storage_path: str) -> None:
+    async def _complete(self, job: str, meta: CheckpointMeta, saved: SavedSlots, seconds: float) -> None:
+        if _is_damaged(meta):
+            # It is offered again when all of it has been read.
+            self._port.verify_again(meta.checkpoint_id)
+            return
+        # Its worker may have started it as an incremental one.
+        await self._ask(
+            CompleteCheckpoint(job, "", b"", meta.checkpoint_id, saved.size_bytes, seconds, saved.parent_path)
+        )
+
+    async def _run_save(self, save: RunningSave, held: HeldSlots, storage_path: str, *, is_damaged: bool) -> None:
         try:
-            save.end(await held.save(storage_path))
+            save.end(await held.save(storage_path, is_damaged=is_damaged))
         except ForgedError as error:
             save.end(error=error)
         except OSError as error:
@@ -356,17 +398,17 @@ class SlotSaves:
         while (other := self._saves.get(key)) is not None and not other.ended.is_set():
             await other.ended.wait()
         save = self._saves[key] = RunningSave()
-        await self._run_save(save, held, path)
-        seconds = max(0.0, self._clock.wall() - failed.ended_at)
-        if save.saved is None:
-            error = save.error or INTERRUPTED
-            await self._ask(FailCheckpoint(job, "", b"", meta.checkpoint_id, describe(error)))
-            raise error
-        size_bytes, parent_path = save.saved.size_bytes, save.saved.parent_path
-        # Its worker may have started it as an incremental one.
-        await self._ask(CompleteCheckpoint(job, "", b"", meta.checkpoint_id, size_bytes, seconds, parent_path))
+        async with self._kept(job, meta):
+            await self._run_save(save, held, path, is_damaged=_is_damaged(meta))
+            seconds = max(0.0, self._clock.wall() - failed.ended_at)
+            if save.saved is None:
+                error = save.error or INTERRUPTED
+                await self._ask(FailCheckpoint(job, "", b"", meta.checkpoint_id, describe(error)))
+                raise error
+            await self._complete(job, meta, save.saved, seconds)
         rescue.saved = staged.save_id
         if save.saved.is_new:
+            size_bytes = save.saved.size_bytes
             fact = EmergencyCheckpointSaved(meta.checkpoint_id, staged.step, failed.worker_id, size_bytes, seconds)
             self._bus.ledger.append(Decision(None, (fact,), job=job), cause=failed.cause, origin=OWNER)
 
@@ -374,3 +416,8 @@ class SlotSaves:
         """Ask another service, unless the daemon ends: a call in a thread has returned regardless of that."""
         await lowlevel.checkpoint_if_cancelled()
         return await self._bus.ask(request, Call(principal, OWNER))
+
+
+def _is_damaged(meta: CheckpointMeta | None) -> bool:
+    """Whether a checkpoint was complete, and bytes of it are missing or wrong."""
+    return meta is not None and meta.state is CheckpointState.CORRUPTED and not meta.is_failed_save

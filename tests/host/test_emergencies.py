@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from forged.catalog.messages import DeleteCheckpoint, ReportCorruptCheckpoint
 from forged.catalog.model import CheckpointMeta, CheckpointState
 from forged.checkpoint.errors import CheckpointException
 from forged.checkpoint.saving.pipeline import Saver
@@ -20,7 +21,11 @@ from forged.checkpoint.storage import listing
 from forged.checkpoint.storage.local import LocalStorage
 from forged.client import ForgedClient
 from forged.elastic.messages import EvictWorker
+from forged.errors import RequestRefused, Unavailable
 from forged.host import slot_saves
+from forged.host.local_agent import LocalHeldSlots
+from forged.host.messages import SaveSlots
+from forged.host.model import SavedSlots
 from forged.worker.catalog.worker_catalog import WorkerCatalog
 from tests.client.daemon_runner import SOON, DaemonRunner
 from tests.host.test_service import (
@@ -234,4 +239,87 @@ async def test_save_from_slots_to_a_full_disk_fails_and_the_next_one_succeeds(
     assert len(listing.prefixes(storage)) == 2
     for prefix in listing.prefixes(storage):
         check(storage, int(prefix.removeprefix("step-")))
+    await group.finish(*NAMES)
+
+
+async def test_checkpoint_that_is_damaged_on_disk_is_saved_again_from_slots_and_offered(
+    group: TrainerGroup, client: ForgedClient, storage: LocalStorage
+) -> None:
+    staging = await start(group, storage)
+    staging.wanted = ["save"]
+    await staging.until(group, 2)
+    for handle in staging.handles:
+        await handle.committed()
+    prefix = staging.handles[0].prefix
+    step = int(prefix.removeprefix("step-"))
+    async with asyncio.timeout(PATIENCE_S):
+        while (meta := await catalogued(client, step)).state is not CheckpointState.COMPLETE:
+            await asyncio.sleep(0.02)
+    files = [part.file for part in listing.read_manifest(storage, prefix).parts]
+    for file in files:
+        await asyncio.to_thread((Path(storage.url) / file).write_bytes, b"damaged")
+    await client.request(ReportCorruptCheckpoint(JOB, meta.checkpoint_id, "for the test"))
+    await client.request(EvictWorker(JOB, "b", "for the test"))
+    async with asyncio.timeout(PATIENCE_S):
+        while (await catalogued(client, step)).state is not CheckpointState.COMPLETE:
+            await asyncio.sleep(0.02)
+    check(storage, step)
+    assert [part.file for part in listing.read_manifest(storage, prefix).parts] == files
+    assert (await catalogued(client, step)).holders == ()
+    await until(client, lambda page: {one.owner for one in page.slots} == {"present"})
+    await group.over("b")
+    await group.finish("a")
+
+
+async def test_failed_save_is_not_deleted_while_it_is_saved_again(
+    group: TrainerGroup, client: ForgedClient, storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slot_saves, "RETRYING", SOON)
+    tries, is_refused, save_in_thread = list[str](), threading.Event(), LocalHeldSlots._save
+
+    def fail_once(held: LocalHeldSlots, *arguments: Any, **options: Any) -> SavedSlots:
+        tries.append(held.save_id)
+        if len(tries) == 1:
+            raise Unavailable("storage_failed", "for the test", "")
+        is_refused.wait(PATIENCE_S)
+        return save_in_thread(held, *arguments, **options)
+
+    monkeypatch.setattr(LocalHeldSlots, "_save", fail_once)
+    staging = await start(group, storage)
+    staging.wanted = ["keep"]
+    await staging.until(group, 2)
+    await client.request(EvictWorker(JOB, "b", "for the test"))
+    async with asyncio.timeout(PATIENCE_S):
+        while len(tries) < 2:
+            await asyncio.sleep(0.02)
+    step = staging.kept[-1]
+    failed = await catalogued(client, step)
+    assert failed.is_failed_save
+    with pytest.raises(RequestRefused) as refused:
+        await client.request(DeleteCheckpoint(JOB, failed.checkpoint_id))
+    assert refused.value.code == "checkpoint_held"
+    is_refused.set()
+    await emergencies(client, 1)
+    meta = await catalogued(client, step)
+    assert (meta.checkpoint_id, meta.state) == (failed.checkpoint_id, CheckpointState.COMPLETE)
+    check(storage, step)
+    await group.over("b")
+    await group.finish("a")
+
+
+async def test_save_that_was_collected_is_not_written_again_when_its_worker_asks_again(
+    runner: DaemonRunner, group: TrainerGroup, client: ForgedClient, storage: LocalStorage
+) -> None:
+    staging = await start(group, storage)
+    staging.wanted = ["save"]
+    await staging.until(group, 2)
+    for handle in staging.handles:
+        await handle.committed()
+    prefix = staging.handles[0].prefix
+    save_id = listing.read_manifest(storage, prefix).save_id
+    await asyncio.to_thread(listing.delete, storage, prefix)
+    runner.daemon.slots._saves.forget_ended()
+    again = await client.request(SaveSlots(JOB, "a", group["a"].worker.incarnation, save_id))
+    assert again.is_saved
+    assert list(storage.entries()) == []
     await group.finish(*NAMES)

@@ -257,7 +257,8 @@ class Saves:
         gone_s = 0.0 if is_there else now.monotonic - self._gone_since.setdefault(record.id, now.monotonic)
         age_s = now.monotonic - since
         if not record.is_being_written:
-            may_be_written = record.is_given_up and record.worker_id and is_there
+            # A save from slots holds it while it tries again.
+            may_be_written = record.holds or (record.is_given_up and record.worker_id and is_there)
             return (record.note or "its save failed") if age_s >= FAILED_KEPT_S and not may_be_written else ""
         if gone_s >= WRITER_GONE_S:
             return f"worker {record.worker_id}, which was saving it, is gone"

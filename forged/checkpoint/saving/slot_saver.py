@@ -5,10 +5,12 @@ Invariants:
 - An interrupted save is begun again from its first file; files of other saves are not touched.
 - The manifest is published last. After an error there is no checkpoint, unless the error is `OutcomeUnknown`.
 - The files have other names than those of the ranks, which may write the same save when the host is away for long.
+  Those of a damaged checkpoint keep their names, which the checkpoints that use them know.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 
 import msgspec
@@ -23,9 +25,11 @@ from forged.checkpoint.storage import listing
 from forged.checkpoint.storage.slot_files import SlotSet
 
 
-def save_slots(storage: Storage, slots: SlotSet, token: CancelToken) -> bool:
-    """Save the checkpoint that the slots hold; returns whether it did not exist yet."""
+def save_slots(storage: Storage, slots: SlotSet, token: CancelToken, *, is_damaged: bool = False) -> bool:
+    """Save the checkpoint that the slots hold; returns whether it did not exist yet, or was damaged."""
     storage, manifest = bounded(storage, token), _with_own_files(slots.manifest)
+    if is_damaged and _rewrite(storage, slots, token):
+        return True
     if _is_saved(storage, manifest.prefix, manifest.save_id):
         return False
     listing.require_free(storage, manifest.prefix)
@@ -33,9 +37,7 @@ def save_slots(storage: Storage, slots: SlotSet, token: CancelToken) -> bool:
     # What an earlier try has left. No other save has files of these names.
     storage.delete(files)
     try:
-        for file, part in zip(files, slots.manifest.parts, strict=True):
-            write_durably(storage, file, slots.parts[part.file], token)
-        slots.require_unchanged()
+        _write(storage, slots, files, token)
         publish_manifest(storage, manifest)
         _require_files(storage, manifest)
     except OutcomeUnknown:
@@ -48,6 +50,36 @@ def save_slots(storage: Storage, slots: SlotSet, token: CancelToken) -> bool:
                 return False
         raise
     return True
+
+
+def _rewrite(storage: Storage, slots: SlotSet, token: CancelToken) -> bool:
+    """Replace the files of a damaged checkpoint; false if its manifest is damaged, or names others: it is deleted."""
+    path, found = slots.manifest.path, None
+    if not listing.checkpoint_exists(storage, slots.manifest.prefix):
+        return False
+    try:
+        found = listing.read_manifest(storage, slots.manifest.prefix)
+    except CheckpointException as error:
+        if error.type is not ExceptionType.CORRUPTED_CHECKPOINT:
+            raise
+    if found is not None and found.save_id != slots.manifest.save_id:
+        # Another save has the name by now.
+        return False
+    named = set() if found is None else {part.file for part in found.own_parts}
+    for manifest in (slots.manifest, _with_own_files(slots.manifest)):
+        files = [part.file for part in manifest.parts]
+        if named.issuperset(files):
+            storage.delete(files)
+            _write(storage, slots, files, token)
+            return True
+    storage.delete([path])
+    return False
+
+
+def _write(storage: Storage, slots: SlotSet, files: Sequence[str], token: CancelToken) -> None:
+    for file, part in zip(files, slots.manifest.parts, strict=True):
+        write_durably(storage, file, slots.parts[part.file], token)
+    slots.require_unchanged()
 
 
 def _with_own_files(manifest: Manifest) -> Manifest:

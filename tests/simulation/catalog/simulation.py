@@ -71,6 +71,7 @@ SHORTER = {
     "forged.host.service.LOOK_AFTER_S": 1.0,
     "forged.host.slot_saves.RETRYING": RetryPolicy(attempts=None, delay_s=0.5, exponential=True, delay_max_s=2.0),
     "forged.host.service.LOCAL_HOSTS": ("",),
+    "forged.host.slot_saves.HELD_S": 6.0,
     "forged.host.slot_table.LEFT_S": LEFT_S,
 }
 """The catalogue's times in simulations, so that all of them pass while there are faults; and all hosts are one."""
@@ -434,9 +435,8 @@ class CatalogSimulation(Simulation):
         self.server_clock.jump(-self.random.uniform(1.0, 20.0))
 
     def _harm(self) -> None:
-        """Damage or delete a file of a save that is in no slot: the daemon does not save it again from there."""
-        staged = {slot.part.save for slot in self.memory.slots.values() if slot.part is not None}
-        names = sorted(name for name, file in self.storage.files.items() if file.save not in staged)
+        """Damage or delete a file."""
+        names = sorted(self.storage.files)
         if names and self.random.random() < 0.5:
             name = self.random.choice(names)
             self.note(f"{name} is harmed")

@@ -195,11 +195,11 @@ class SimulatedHeldSlots:
             for slot in self._slots:
                 slot.readers -= 1
 
-    async def save(self, storage_path: str) -> SavedSlots:
+    async def save(self, storage_path: str, *, is_damaged: bool) -> SavedSlots:
         self._host.saving += 1
         self._host.watch.began(self._save)
         try:
-            return await self._save_all()
+            return await self._save_all(is_damaged=is_damaged)
         except (Unavailable, RequestRefused):
             self._host.watch.failed(self._save)
             raise
@@ -207,11 +207,13 @@ class SimulatedHeldSlots:
             self._host.watch.ended(self._save)
             self._host.saving -= 1
 
-    async def _save_all(self) -> SavedSlots:
+    async def _save_all(self, *, is_damaged: bool) -> SavedSlots:
         storage, save = self._host.storage, self._save
         await storage.reach(save.path)
         known = storage.manifest(save)
-        if known is not None:
+        if known is not None and is_damaged:
+            storage.files.pop(save.path + MANIFEST)
+        elif known is not None:
             return SavedSlots(known.size_bytes, is_new=False)
         if not storage.is_free(save.path):
             raise RequestRefused("checkpoint_exists", f"{save.path} is taken", "")
