@@ -248,6 +248,8 @@ class SlotSaves:
         path = f"{storage_path}/{held.prefix}"
         known = self._port.checkpoint_at(job, path, staged.save_id)
         try:
+            if known is not None and known.state is CheckpointState.DELETED:
+                raise RequestRefused("slots_checkpoint_deleted", f"{path} was deleted", "save the state again")
             async with self._kept(job, known):
                 await self._run_save(save, held, storage_path, is_damaged=_is_damaged(known))
                 if save.saved is not None:

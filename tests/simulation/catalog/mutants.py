@@ -16,7 +16,6 @@ from forged.catalog import retention, selection
 from forged.catalog.book.changes import Change, decided, in_decisions
 from forged.catalog.book.checkpoint_table import CheckpointTable
 from forged.catalog.book.collection import REQUESTED_RULE, CheckpointCollection
-from forged.catalog.book.compaction import Compaction
 from forged.catalog.book.holds import Holds
 from forged.catalog.book.saves import Saves
 from forged.catalog.catalog_index import CatalogIndex
@@ -461,13 +460,6 @@ def compact_what_is_deleted() -> Iterator[None]:
 
 
 @contextmanager
-def let_go_of_the_parents_of_what_is_read() -> Iterator[None]:
-    """The parents of a compacted checkpoint may go while it is read."""
-    with patch.object(Compaction, "is_read", lambda self, checkpoint_id: False):
-        yield
-
-
-@contextmanager
 def keep_as_the_script_does_against_the_settings() -> Iterator[None]:
     """What a script keeps counts also where the job's settings say something else."""
 
@@ -530,7 +522,6 @@ for mutant, promise in (
     (delete_what_is_being_written, Promise.TOMBSTONE),
     (call_full_what_is_not, Promise.COMPLETE),
     (compact_what_is_deleted, Promise.TOMBSTONE),
-    (let_go_of_the_parents_of_what_is_read, Promise.KEPT),
     (share_checkpoints_between_jobs, Promise.REFUSED),
     (share_paths_between_jobs, Promise.REFUSED),
     (give_a_path_to_the_job_that_names_it_first, Promise.NAMED),

@@ -13,14 +13,14 @@ SEEDS = range(12)
 SEEDS_TO_CATCH = range(300)
 SEEDS_TO_COMPARE = (2, 6, 7)
 LIKELY = {
-    "compact_what_is_deleted": 139,
-    "delete_what_is_being_written": 17,
-    "forget_holds_at_restart": 9,
+    "abandon_by_the_clock": 62,
+    "compact_what_is_deleted": 37,
+    "delete_what_is_being_written": 243,
+    "forget_holds_at_restart": 1,
     "ignore_models": 6,
-    "let_go_of_the_parents_of_what_is_read": 972,
-    "look_for_slots_in_another_directory": 59,
-    "release_for_all_readers": 139,
-    "save_the_same_slots_at_once": 46,
+    "look_for_slots_in_another_directory": 28,
+    "release_for_all_readers": 95,
+    "save_the_same_slots_at_once": 13,
 }
 """Seeds that catch rare mutants, tried first; they may change with the simulation."""
 
