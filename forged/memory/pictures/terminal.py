@@ -56,7 +56,8 @@ def blocks_text(blocks: Sequence[MemoryBlock], title: str = "", width: int = 80,
     scale = Scale(0, total, 0, cells)
     numbers = {status: number for number, status in enumerate(MARKS)}
     for block in blocks:
-        _add(shares[numbers[block.status]], scale(block.offset), scale(block.offset + block.size))
+        found, share = _covered(scale(block.offset), scale(block.offset + block.size), cells)
+        shares[numbers[block.status], found] += share
     marks = np.array(list(MARKS.values()))[shares.argmax(axis=0)].reshape(rows, columns)
     lines = [
         f"{bytes_text(total * row // rows):>{LABEL_WIDTH}}│{''.join(marks[row])}" for row in range(rows if total else 0)
@@ -72,15 +73,15 @@ def _used_shares(buffers: Sequence[Buffer], packing: Packing, x: Scale, y: Scale
     for buffer in buffers:
         offset = packing.offsets.get(buffer.id)
         if offset is not None:
-            rows, columns = np.zeros(int(y.end)), np.zeros(int(x.end))
-            _add(rows, y(offset), y(offset + buffer.size))
-            _add(columns, x(buffer.lower), x(evicted.get(buffer.id, buffer.upper)))
-            used += np.outer(rows, columns)
+            rows, of_rows = _covered(y(offset), y(offset + buffer.size), int(y.end))
+            end = evicted.get(buffer.id, buffer.upper)
+            columns, of_columns = _covered(x(buffer.lower), x(end), int(x.end))
+            used[rows, columns] += np.outer(of_rows, of_columns)
     return used
 
 
-def _add(cells: npt.NDArray[np.float64], first: float, last: float) -> None:
-    """Add to each cell the share of it that is between the two."""
-    begin, end = int(first), min(int(last) + 1, len(cells))
+def _covered(first: float, last: float, cells: int) -> tuple[slice, npt.NDArray[np.float64]]:
+    """The cells between the two, and which share of each is."""
+    begin, end = int(first), min(int(last) + 1, cells)
     edges = np.arange(begin, end + 1)
-    cells[begin:end] += np.clip(np.minimum(edges[1:], last) - np.maximum(edges[:-1], first), 0.0, 1.0)
+    return slice(begin, end), np.clip(np.minimum(edges[1:], last) - np.maximum(edges[:-1], first), 0.0, 1.0)

@@ -7,13 +7,21 @@ from collections.abc import Iterable
 import numpy as np
 
 from forged.memory.traces import greedy
-from forged.memory.traces.errors import FitUnknown, TraceDoesNotFit, fit_unknown, no_packing, peak_beyond_capacity
+from forged.memory.traces.errors import (
+    FitUnknown,
+    TraceDoesNotFit,
+    fit_unknown,
+    no_packing,
+    peak_beyond_capacity,
+    too_large,
+)
 from forged.memory.traces.lifetimes import Integers, Lifetimes
 from forged.memory.traces.model import Buffer, Packing, checked_capacity, events, peak_of
 from forged.memory.traces.search import Outcome, PackingSearch
 
 NODES_MAX = 1_000_000
-"""About a minute of one core for 200 buffers."""
+"""About half a minute of one core."""
+PLANNED_MAX = 100_000
 SEARCHED_MAX = 2_000
 """Buffers that are searched together: a search needs memory for the square of their number."""
 
@@ -29,6 +37,8 @@ def plan(buffers: Iterable[Buffer], capacity: int | None = None, nodes_max: int 
     peak = peak_of(trace)
     if capacity is not None and peak > checked_capacity(capacity):
         raise peak_beyond_capacity(peak, capacity)
+    if len(given) > PLANNED_MAX:
+        raise too_large("buffers", "buffers", PLANNED_MAX)
     if not given:
         return Packing({}, 0, 0)
     lifetimes = Lifetimes(given, trace)

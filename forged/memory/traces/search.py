@@ -23,6 +23,10 @@ import numpy as np
 from forged.memory.traces.lifetimes import Integers, Lifetimes
 
 NODES_PER_ORDER = 1_200
+NODES_PER_BUFFER = 6
+"""An order has at least so many nodes for each buffer: the way down to a packing is one for each."""
+CELLS_PER_NODE = 20_000
+"""A node with more buffers times sections counts as several, so that a budget is about the same time for all traces."""
 ORDERS_PER_ROUND = 200
 """So many orders with a limit of nodes before the limit is doubled."""
 STEPS = (0.8566748838545029, 0.733891856627126, 0.6287067210378087, 0.5385972572236101)
@@ -70,15 +74,16 @@ class PackingSearch:
         self._ranks = np.arange(len(ids))
         self.offsets: Integers = np.zeros_like(self._sizes)
         self.nodes = 0
-        """Visited so far."""
+        """What was visited so far; large nodes count as several."""
+        self._visited = 0
 
     def run(self, nodes_max: int) -> Outcome:
         """Search with one order after the other."""
-        limit = NODES_PER_ORDER
+        limit = max(NODES_PER_ORDER, NODES_PER_BUFFER * len(self._sizes))
         order = 0
         while self.nodes < nodes_max:
             self._rank(order)
-            outcome = self._run_once(min(self.nodes + limit, nodes_max))
+            outcome = self._run_once(self._visited + limit, nodes_max)
             if outcome is not Outcome.UNKNOWN:
                 return outcome
             order += 1
@@ -105,16 +110,16 @@ class PackingSearch:
         scores = np.round(weights @ self._features + scatter, 6)
         self._ranks[np.argsort(-scores, kind="stable")] = np.arange(len(scores))
 
-    def _run_once(self, nodes_max: int) -> Outcome:
+    def _run_once(self, visited_max: int, nodes_max: int) -> Outcome:
         ids = np.argsort(self._first, kind="stable")
         path = [self._node(ids, np.zeros_like(self._sizes), (0, -1))]
         is_packed: bool | None = None
         """Whether the node above the present one in the path is; None before it was searched."""
         while path:
             node = path[-1]
-            if not is_packed and not self._place_next(node, nodes_max):
-                if self.nodes >= nodes_max:
-                    return Outcome.UNKNOWN
+            if self._visited >= visited_max or self.nodes >= nodes_max:
+                return Outcome.UNKNOWN
+            if not is_packed and not self._place_next(node):
                 path.pop()
                 is_packed = False
             elif node.parts:
@@ -134,12 +139,12 @@ class PackingSearch:
         candidates = sorted(np.flatnonzero(is_next).tolist(), key=lambda at: (lowest[at], ranks[at]))
         return _Node(ids, lowest, floor, iter(candidates))
 
-    def _place_next(self, node: _Node, nodes_max: int) -> bool:
-        """Place the next candidate after which the others may fit; False if there is none, or no node is left."""
+    def _place_next(self, node: _Node) -> bool:
+        """Place the next candidate after which the others may fit; False if there is none."""
+        cells = len(node.ids) * int(self._last[node.ids].max() - self._first[node.ids[0]])
         for at in node.candidates:
-            if self.nodes >= nodes_max:
-                return False
-            self.nodes += 1
+            self._visited += 1
+            self.nodes += 1 + cells // CELLS_PER_NODE
             buffer, offset = node.ids[at], int(node.lowest[at])
             end = offset + int(self._sizes[buffer])
             if end > self._capacity:
