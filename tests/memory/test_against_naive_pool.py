@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from forged.memory import AllocationRequest, BlockStatus, GpuDevice, MemoryPool, MemoryRefused, MovePlan, align_up
 from tests.memory.naive_pool import NaivePool, shown
+from tests.sweeps import WHOLE
 
 FREE, ALLOCATED, PINNED, CACHED = BlockStatus
 ALIGNMENTS = [1, 1, 2, 8, 64]
@@ -197,7 +198,11 @@ class Histories(RuleBasedStateMachine):
             ]
 
 
+# A whole sweep, as in `make soak`, has a million operations.
 Histories.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=10_000 if WHOLE else 60,
+    stateful_step_count=100 if WHOLE else 50,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
 )
 TestPoolAgainstItsDefinition = Histories.TestCase
