@@ -120,9 +120,6 @@ class SlotOracle:
 
     def began(self, save: SaveName) -> None:
         self.saving[save] += 1
-        if save in self.completed_saves:
-            # A worker that has not heard the answer asks again for a save that may have been collected meanwhile.
-            self.crossed.add(save)
 
     def ended(self, save: SaveName) -> None:
         self.saving[save] -= 1
