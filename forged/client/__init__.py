@@ -1,4 +1,5 @@
-"""The client library: `ForgedClient` (asyncio), `BlockingClient` (no event loop), `ElasticWorker` (training)."""
+"""The client library: `ForgedClient` (asyncio), `BlockingClient` (no event loop), `ElasticWorker` (training),
+`DeviceMemory` (GPU memory)."""
 
 from __future__ import annotations
 
@@ -9,13 +10,18 @@ from forged.client.client import EARLIEST, ForgedClient
 from forged.client.stream import FactStream
 
 if TYPE_CHECKING:
+    from forged.client.device_memory import DeviceMemory
     from forged.worker.worker import ElasticWorker
 
-__all__ = ["EARLIEST", "BlockingClient", "BlockingFacts", "ElasticWorker", "FactStream", "ForgedClient"]
+__all__ = ["EARLIEST", "BlockingClient", "BlockingFacts", "DeviceMemory", "ElasticWorker", "FactStream", "ForgedClient"]
 
 
 def __getattr__(name: str) -> Any:
-    # Imported on demand: clients do not need numpy.
+    # Imported on demand: other clients start faster, and do not need numpy.
+    if name == "DeviceMemory":
+        from forged.client.device_memory import DeviceMemory
+
+        return DeviceMemory
     if name == "ElasticWorker":
         from forged.worker.worker import ElasticWorker
 

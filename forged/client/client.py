@@ -106,7 +106,7 @@ class ForgedClient(BulkMethods, ModelMethods, MemoryMethods):
         self._streams: dict[int, FactStream] = {}
         self._stream_number = 0
         self._served = ServedRequests()
-        self.on_connection_change: Callable[[], object] = lambda: None
+        self.connection_listeners: list[Callable[[], object]] = []
         """Called after each connection is made, and after it is lost."""
         self._end: ForgedError | None = NOT_OPEN
         self._tasks: TaskGroup | None = None
@@ -239,10 +239,14 @@ class ForgedClient(BulkMethods, ModelMethods, MemoryMethods):
             self._send(link, number)
         for stream in list(self._streams.values()):
             self._subscribe(link, stream)
-        self.on_connection_change()
+        self._tell_connection()
 
     def _disconnected(self) -> None:
-        self.on_connection_change()
+        self._tell_connection()
+
+    def _tell_connection(self) -> None:
+        for listener in list(self.connection_listeners):
+            listener()
 
     def _finish(self, error: ForgedError) -> None:
         """Fail all pending requests and streams."""

@@ -87,7 +87,7 @@ class WorkerSession:
         self.listener = FactListener(spec, state, self._registration, self._heartbeat, self.drain, mesh, catalog, tasks)
         self.wait_reporter = WaitReporter(self._registration, tasks, log)
         self._standstill = StandstillReporter(state, self._registration, hooks, tasks, clock, log)
-        client.on_connection_change = state.wake
+        client.connection_listeners.append(state.wake)
         self._leave_report = LeaveReport(state, self._registration, self._usage, catalog, spec.process)
         self.rescaler: Rescaler | None = None
         """None before the daemon has taken the worker in."""

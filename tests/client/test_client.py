@@ -240,7 +240,7 @@ class TestConnectionChange:
     async def test_each_connection_is_told_when_it_is_made_and_when_it_is_lost(self, runner: DaemonRunner) -> None:
         seen: asyncio.Queue[bool] = asyncio.Queue()
         client = client_of(runner)
-        client.on_connection_change = lambda: seen.put_nowait(client.connected)
+        client.connection_listeners.append(lambda: seen.put_nowait(client.connected))
         async with client, asyncio.timeout(TIMEOUT_S):
             assert await seen.get()
             await runner.close()

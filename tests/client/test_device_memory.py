@@ -1,0 +1,182 @@
+"""`DeviceMemory` with a real daemon that restarts, evicts blocks and plans moves."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forged.client import ForgedClient
+from forged.client.device_memory import DeviceMemory
+from forged.elastic.messages import JoinJob
+from forged.elastic.model import WorkerId
+from forged.errors import RequestRefused
+from forged.memory.messages import HeldBlock, Move, Wanted
+from forged.memory.model import AllocationRequest, BlockStatus, GpuDevice
+from tests.client.daemon_runner import SOON, DaemonRunner, config_in
+
+JOB = "run"
+GPU = "w0/gpu0"
+HANGS_S = 60.0
+INCARNATIONS = {name: os.urandom(16) for name in ("w0", "w1")}
+SIZE = 1 << 10
+BLOCKS = 4
+TOTAL = BLOCKS * SIZE
+DEVICE = GpuDevice("gpu0", TOTAL)
+
+
+@pytest.fixture
+async def runner(tmp_path: Path) -> AsyncIterator[DaemonRunner]:
+    runner = DaemonRunner(config_in(tmp_path))
+    await runner.open()
+    yield runner
+    await runner.close()
+
+
+@pytest.fixture
+async def client(runner: DaemonRunner) -> AsyncIterator[ForgedClient]:
+    async with ForgedClient(runner.endpoint, reconnect=SOON) as client, asyncio.timeout(HANGS_S):
+        for name, incarnation in INCARNATIONS.items():
+            await client.request(JoinJob(JOB, WorkerId(name, "127.0.0.1", 1), incarnation, os.getpid()))
+        yield client
+
+
+def wanted(name: str, blocks: int = 1, *, cached: bool = False) -> Wanted:
+    return Wanted(name, AllocationRequest(f"tensor {name}", blocks * SIZE), cached=cached)
+
+
+async def held(client: ForgedClient) -> dict[str, HeldBlock]:
+    """What the daemon has."""
+    try:
+        return {one.handle.name: one async for one in client.memory_blocks(JOB, GPU) if one.worker_id}
+    except RequestRefused:
+        return {}
+
+
+def places(blocks: dict[str, HeldBlock]) -> dict[str, tuple[int, int, BlockStatus]]:
+    return {name: (one.block.offset, one.handle.version, one.block.status) for name, one in blocks.items()}
+
+
+def memory_of(client: ForgedClient, **more: object) -> DeviceMemory:
+    return DeviceMemory(client, JOB, "w0", INCARNATIONS["w0"], DEVICE, **more)  # type: ignore[arg-type]
+
+
+async def test_blocks_are_there_again_after_a_restart_without_a_request(
+    runner: DaemonRunner, client: ForgedClient
+) -> None:
+    async with memory_of(client) as memory:
+        await memory.allocate(wanted("a"), wanted("b", cached=True), wanted("c"))
+        await memory.change("pin", "a")
+        await memory.free("c")
+        before = places(await held(client))
+        assert places(dict(memory.blocks)) == before
+        assert set(before) == {"a", "b"}
+        await runner.reopen()
+        while places(await held(client)) != before:
+            await asyncio.sleep(0)
+        assert places(dict(memory.blocks)) == before
+
+
+async def test_requests_that_meet_a_restarted_daemon_wait_for_the_assertion(
+    runner: DaemonRunner, client: ForgedClient
+) -> None:
+    other = DeviceMemory(client, JOB, "w1", INCARNATIONS["w1"], DEVICE)
+    async with memory_of(client) as memory, other:
+        await memory.allocate(wanted("a"), wanted("b"))
+        await runner.close()
+        allocating = asyncio.create_task(memory.allocate(wanted("c"), wait_s=HANGS_S))
+        freeing = asyncio.create_task(memory.free("a"))
+        await runner.open()
+        (reply,) = await allocating
+        await freeing
+        assert reply.handle is not None
+        assert set(memory.blocks) == {"b", "c"}
+        assert places(await held(client)) == places(dict(memory.blocks))
+
+
+async def test_owner_is_told_of_evicted_blocks(client: ForgedClient) -> None:
+    told: asyncio.Queue[str] = asyncio.Queue()
+    async with memory_of(client, evicted=lambda block: told.put_nowait(block.handle.name)) as memory:
+        await memory.allocate(*(wanted(name, cached=True) for name in "abcd"))
+        # By a request of its own.
+        await memory.allocate(wanted("large", 2))
+        assert {await told.get(), await told.get()} == {"a", "b"}
+        assert set(memory.blocks) == {"c", "d", "large"}
+        # By a request of another worker.
+        await client.allocate_memory(JOB, "w1", INCARNATIONS["w1"], GPU, [wanted("theirs", 2)])
+        assert {await told.get(), await told.get()} == {"c", "d"}
+        assert set(memory.blocks) == {"large"}
+        with pytest.raises(RequestRefused, match="there is no block 'c'"):
+            await memory.change("use", "c")
+
+
+async def test_blocks_are_copied_to_make_room_for_a_request_that_waits(client: ForgedClient) -> None:
+    content = bytearray(TOTAL)
+
+    async def copy(move: Move) -> None:
+        content[move.destination : move.destination + move.size] = content[move.source : move.source + move.size]
+
+    async with memory_of(client, copy=copy) as memory:
+        for name in "abcd":
+            (reply,) = await memory.allocate(wanted(name))
+            content[reply.offset : reply.offset + SIZE] = name.encode() * SIZE
+        await memory.free("a", "c")
+        (large,) = await memory.allocate(wanted("large", 2), wait_s=HANGS_S)
+        assert large.handle is not None
+        assert places(await held(client)) == places(dict(memory.blocks))
+        for name in "bd":
+            offset = memory.blocks[name].block.offset
+            assert content[offset : offset + SIZE] == name.encode() * SIZE
+        assert sum(memory.blocks[name].handle.version for name in "bd") == 3
+        await memory.free("b", "d", "large")
+        assert await held(client) == {}
+
+
+async def test_failed_copy_leaves_the_block_where_it_is(client: ForgedClient) -> None:
+    failed = asyncio.Event()
+
+    async def copy(move: Move) -> None:
+        failed.set()
+        raise OSError("the device is gone")
+
+    async with memory_of(client, copy=copy) as memory:
+        await memory.allocate(*map(wanted, "abcd"))
+        await memory.free("a", "c")
+        waiting = asyncio.create_task(memory.allocate(wanted("large", 2), wait_s=HANGS_S))
+        await failed.wait()
+        waiting.cancel()
+        assert {memory.blocks[name].handle.version for name in "bd"} == {1}
+
+
+async def test_unknown_block_is_refused_without_a_request(client: ForgedClient) -> None:
+    async with memory_of(client) as memory:
+        await memory.allocate(wanted("a"))
+        for attempt in (memory.free("a", "b"), memory.change("pin", "b")):
+            with pytest.raises(RequestRefused, match="there is no block 'b'"):
+                await attempt
+        assert set(await held(client)) == {"a"}
+
+
+async def test_blocks_are_allocated_and_freed_in_batches(client: ForgedClient) -> None:
+    many = GpuDevice("gpu0", 300 * SIZE)
+    async with DeviceMemory(client, JOB, "w0", INCARNATIONS["w0"], many) as memory:
+        names = [f"block {number}" for number in range(300)]
+        replies = await memory.allocate(*map(wanted, names))
+        assert [one.name for one in replies if one.handle is not None] == names
+        await memory.free(*names)
+        assert await held(client) == {}
+
+
+async def test_example_of_the_page_runs(client: ForgedClient, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
+    [example] = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "DeviceMemory" in block]
+    names: dict[str, Any] = {}
+    exec(example, names)
+    await names["compute"](client, JOB, "w0", INCARNATIONS["w0"])
+    assert capsys.readouterr().out == "cache has to be computed again\n600064 ['batch', 'weights']\n"
+    assert set(await held(client)) == set()
