@@ -62,8 +62,10 @@ class Journal:
         """The kept facts, in short lists, so that one of them is deleted at a small cost."""
         self._first_ids: list[int] = []
         """The smallest id that each block may hold."""
-        self._holes: dict[int, int] = {}
-        """For a kept fact that follows dropped ones directly: the newest of them."""
+        self.drops = 0
+        """How many facts were dropped since the journal was loaded."""
+        self._holes: dict[int, tuple[int, int]] = {}
+        """For a kept fact that follows dropped ones directly: the newest of them, and `drops` after the last drop."""
         self._count = 0
         self._retention = Retention()
         """The facts that are kept once all planned facts are durable."""
@@ -119,7 +121,7 @@ class Journal:
         for record in records:
             # Which ids between two facts were dropped is no longer known, so all of them may have been.
             if last + 1 < record.id and last < self.floor:
-                self._holes[record.id] = min(record.id - 1, self.floor)
+                self._holes[record.id] = min(record.id - 1, self.floor), 0
             last = record.id
         self._append(records)
         self.plan(records)
@@ -151,7 +153,11 @@ class Journal:
 
     def dropped_before(self, fact_id: int) -> int:
         """The newest dropped id between this kept fact and the kept one before it; 0 if none was dropped there."""
-        return self._holes.get(fact_id, 0)
+        return self._holes[fact_id][0] if fact_id in self._holes else 0
+
+    def drops_before(self, fact_id: int) -> int:
+        """What `drops` was after the last drop between this kept fact and the kept one before it."""
+        return self._holes[fact_id][1] if fact_id in self._holes else 0
 
     def take_dropped(self, facts_max: int, operations_max: int, newest_id: int) -> Dropped:
         """The next changes that the store needs because facts were dropped, in so many operations at most.
@@ -272,7 +278,8 @@ class Journal:
             self._holes.pop(record.id, None)
         # The newest fact of all is never dropped, so one follows.
         following_id = self._blocks[number][index].id
-        self._holes[following_id] = max(self._holes.get(following_id, 0), dropped[-1].id)
+        self.drops += count
+        self._holes[following_id] = max(self.dropped_before(following_id), dropped[-1].id), self.drops
 
     def _forget_floors(self) -> None:
         """Keep one floor for all jobs without facts."""

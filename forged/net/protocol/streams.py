@@ -53,8 +53,8 @@ class OutgoingStream:
         self._credit = 0
         self._catching_up = True
         self._beginning: list[StreamMessage] = []
-        self._dropped_before = 0
-        """Up to this id facts were dropped before the stream began, which is no gap in it."""
+        self._drops_before = -1
+        """The journal's `drops` when the stream began with the oldest kept fact: earlier drops are no gap in it."""
         self._sent_position = self._position = self._start(request, journal, history)
         self._beginning.append(Facts(self.number, self._position, ()))
         self.grant(request.credit)
@@ -80,7 +80,7 @@ class OutgoingStream:
             if self._position < floor and (dropped := min(journal.dropped_before(record.id), floor)) > self._position:
                 if batch:
                     break
-                self._miss(messages, dropped)
+                self._miss(messages, dropped, journal.drops_before(record.id))
             if self._wants(record):
                 full = len(batch) >= min(self._credit, BATCH_FACTS_MAX) or size + len(record.data) > BATCH_BYTES_MAX
                 if batch and full:
@@ -89,21 +89,24 @@ class OutgoingStream:
                 size += len(record.data)
             self._position = record.id
         if not scanned and self._position < floor:
-            self._miss(messages, floor)
+            self._miss(messages, floor, journal.drops)
         self._credit -= len(batch)
         if batch or self._position - self._sent_position >= self._silent_ids(journal):
             self._sent_position = self._position
             messages.append(Facts(self.number, self._position, tuple(batch)))
         return messages
 
-    def _miss(self, messages: list[StreamMessage], dropped: int) -> None:
-        """Report that facts up to this id were dropped; a gap that follows another one extends it."""
+    def _miss(self, messages: list[StreamMessage], dropped: int, drops: int) -> None:
+        """Report that facts up to this id were dropped, the last of them when the journal's `drops` became this.
+
+        A gap that follows another one extends it.
+        """
         first = self._position + 1
         if messages and isinstance(before := messages[-1], GapMessage):
             first = before.first
             messages.pop()
         self._sent_position = self._position = dropped
-        if dropped > self._dropped_before:
+        if drops > self._drops_before:
             messages.append(GapMessage(self.number, first, dropped, "the journal no longer holds these facts"))
 
     def _silent_ids(self, journal: Journal) -> int:
@@ -147,7 +150,7 @@ class OutgoingStream:
 
     def _start_of(self, journal: Journal) -> int:
         """The position before the oldest kept fact."""
-        self._dropped_before = journal.floor
+        self._drops_before = journal.drops
         return journal.floor if journal.first is None else min(journal.floor, journal.first.id - 1)
 
 

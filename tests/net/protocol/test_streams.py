@@ -4,7 +4,7 @@ from typing import Any
 
 import msgpack
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from forged.errors import PeerError, RequestRefused
@@ -241,6 +241,7 @@ def test_a_filter_that_costs_too_much_is_refused(field: str, names: tuple[str, .
     steps=st.lists(st.tuples(st.integers(0, 15), st.integers(0, 10)), max_size=12),
     jobs=st.sampled_from([(), ("a",), ("b",), ("a", "b")]),
 )
+@example(since=-1, facts_max=23, steps=[(1, 0)], jobs=())
 def test_every_fact_comes_once_in_order_or_lies_in_a_gap(
     since: int | None, facts_max: int, steps: list[tuple[int, int]], jobs: tuple[str, ...]
 ) -> None:
