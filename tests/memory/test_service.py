@@ -263,6 +263,26 @@ async def test_requests_wait_by_priority_and_are_served_when_there_is_room() -> 
 
 
 @on_virtual_time
+async def test_request_that_is_repeated_while_it_waits_gets_the_same_block() -> None:
+    async with memory_daemon() as memory:
+        held = handles(await filled(memory, count=2))
+        got: list[list[Allocated]] = []
+
+        async def wait() -> None:
+            got.append(await memory.allocate(wanted("a", 32 * KIB), wait_s=60.0))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(wait)
+            tasks.start_soon(wait)
+            tasks.start_soon(refused, "memory_name_taken", memory.allocate(wanted("a", 16 * KIB), wait_s=60.0))
+            await anyio.sleep(0.1)
+            await memory.free(held[0])
+        assert len(got) == 2
+        assert got[0] == got[1]
+        assert await memory.names() == ["w0:a", "w0:b1"]
+
+
+@on_virtual_time
 async def test_a_wait_ends_at_its_deadline_with_an_explanation() -> None:
     async with memory_daemon() as memory:
         await filled(memory)

@@ -13,6 +13,7 @@ from math import inf
 
 from msgspec.structs import replace
 
+from forged.errors import ForgedError
 from forged.memory import errors
 from forged.memory.blocks import Block
 from forged.memory.book import refusals
@@ -82,16 +83,9 @@ class Allocation:
         if not 0 < len(wanted) <= BATCH_MAX:
             refusals.require_between("wanted", len(wanted), 1, BATCH_MAX)
         attempt = Attempt(request, owner, [])
-        find, prefix, missing = device.core.find, owner.block_id(""), attempt.missing
         for one in wanted:
-            needed = _checked(device, one)
-            block = find(prefix + one.name)
-            if block is None:
-                missing.append(one)
-            elif block.size != needed or block.tensor_id != one.request.tensor_id:
-                raise refusals.name_taken(one.name, block.size, needed)
-            else:
-                attempt.found[one.name] = Allocated(one.name, owner.handle(block), block.offset, block.size)
+            _require_valid(one)
+        attempt.missing = _not_there(device, attempt, wanted)
         if len(wanted) > 1 and len({one.name for one in wanted}) < len(wanted):
             raise refusals.invalid("wanted", [one.name for one in wanted], "names that occur once")
         if attempt.missing and not self._table.block_shares.fits(owner.holder, len(attempt.missing)):
@@ -215,7 +209,13 @@ class Allocation:
 
     def _serve_one(self, device: Device, waiting: Waiting[Attempt], now: Moment) -> bool:
         attempt = waiting.request
-        self._try(device, attempt, now)
+        try:
+            # The worker may have asked again meanwhile, after a reconnect.
+            attempt.missing = _not_there(device, attempt, attempt.missing)
+        except ForgedError as error:
+            attempt.error = error
+        else:
+            self._try(device, attempt, now)
         if not attempt.is_done:
             return False
         device.queue.remove(waiting)
@@ -332,15 +332,29 @@ class Allocation:
         return blocks
 
 
-def _checked(device: Device, wanted: Wanted) -> int:
-    """The size that the block would have."""
+def _require_valid(wanted: Wanted) -> None:
     request = wanted.request
     refusals.require_name("name", wanted.name)
     if len(request.tensor_id) > refusals.NAME_CHARS_MAX:
         raise refusals.invalid("tensor_id", request.tensor_id, f"at most {refusals.NAME_CHARS_MAX} characters")
     if wanted.content or wanted.reload_s is not None:
         require_content(wanted.content, wanted.reload_s)
-    return device.core.needed(request.size, request.alignment)[0]
+
+
+def _not_there(device: Device, attempt: Attempt, wanted: Sequence[Wanted]) -> list[Wanted]:
+    """The wanted blocks that the worker does not have; those that it has are found."""
+    core, owner, missing = device.core, attempt.owner, list[Wanted]()
+    prefix = owner.block_id("")
+    for one in wanted:
+        needed = core.needed(one.request.size, one.request.alignment)[0]
+        block = core.find(prefix + one.name)
+        if block is None:
+            missing.append(one)
+        elif block.size != needed or block.tensor_id != one.request.tensor_id:
+            raise refusals.name_taken(one.name, block.size, needed)
+        else:
+            attempt.found[one.name] = Allocated(one.name, owner.handle(block), block.offset, block.size)
+    return missing
 
 
 def _allocated(device: Device, owner: Owner, wanted: Wanted, now: Moment) -> Block | None:
