@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from forged.catalog.messages import EmergencyCheckpointSaved
-from forged.cli.forgectl.tables import duration
+from forged.cli.forgectl.tables import duration, size
 from forged.demo.checkpoints import SAVE_STEPS
 from forged.demo.learning import State, Task
 from forged.demo.observer import ClusterObserver
@@ -18,11 +18,14 @@ from forged.demo.output import CYAN, GREEN, RED, Output
 from forged.demo.processes import forgectl
 from forged.demo.records import Committed, Resumed
 from forged.demo.train import PARAMETERS, STOP_FILE
+from forged.memory.messages import DeviceRemoved
 
 ALONE_JOB = "alone"
 WORKER = "solo"
 STEPS_TO_KILL = SAVE_STEPS + SAVE_STEPS // 2
 """After so many steps the worker is killed, half-way between two checkpoints on disk."""
+GPU_BYTES = 1 << 30
+"""What the worker holds on a device: offsets only, no memory."""
 STEPS_AFTER = 20
 """The steps that the restarted worker makes at least."""
 
@@ -37,6 +40,8 @@ class MemoryRestore:
     """The step from which the next process has continued."""
     saved_s: float
     """Seconds from the kill until the emergency checkpoint was durable, as the observer saw it."""
+    freed_bytes: int
+    """The GPU memory that the worker's death has freed."""
     differ_by: float
     """The largest difference between a parameter and the one of an uninterrupted run."""
 
@@ -49,10 +54,10 @@ async def restore_from_memory(
         "Kill the only worker of another job",
         "No other worker has its state, and the last checkpoint on disk is older. But it copies its state after every",
         "step into memory of the host that outlives it. The daemon saves the last complete copy as an emergency",
-        "checkpoint, and the next process continues from there.",
+        "checkpoint, and the next process continues from there. The GPU memory that it held is free at once.",
     )
     await asyncio.to_thread(directory.mkdir)
-    words = ("--job", ALONE_JOB, "--memory-every", "1", "--resume")
+    words = ("--job", ALONE_JOB, "--memory-every", "1", "--resume", "--gpu-bytes", f"{GPU_BYTES}")
     worker = await observer.enter(WORKER, endpoint, 1, directory, words)
     await observer.until(lambda: _committed(observer) >= STEPS_TO_KILL, f"{STEPS_TO_KILL} steps of {WORKER}")
     worker.may_end = True
@@ -62,6 +67,9 @@ async def restore_from_memory(
     observer.update()
     committed = _committed(observer)
     output.note(f"kill -9 {worker.pid} ({WORKER}) after {committed} committed steps", RED)
+    await observer.until(lambda: observer.last_fact(DeviceRemoved) is not None, "the end of the worker's device")
+    freed_bytes = _freed_bytes(observer)
+    output.note(f"{size(freed_bytes)} of GPU memory are free that {WORKER} held", GREEN)
     await observer.until(lambda: observer.last_fact(EmergencyCheckpointSaved, WORKER) is not None, "the emergency save")
     saved_s = time.monotonic() - killed_at
     output.note(f"{duration(saved_s)} from the kill to the durable emergency checkpoint", GREEN)
@@ -80,7 +88,12 @@ async def restore_from_memory(
     state: State = {"parameters": np.load(directory / f"{WORKER}{PARAMETERS}")}
     reference = Task().train_alone(steps)
     distance = float(np.abs(state["parameters"] - reference["parameters"]).max())
-    return MemoryRestore(committed, restored, saved_s, distance)
+    return MemoryRestore(committed, restored, saved_s, freed_bytes, distance)
+
+
+def _freed_bytes(observer: ClusterObserver) -> int:
+    record = observer.last_fact(DeviceRemoved)
+    return record.fact.bytes if record is not None and isinstance(record.fact, DeviceRemoved) else 0
 
 
 def _committed(observer: ClusterObserver) -> int:

@@ -26,7 +26,7 @@ from forged.demo import audit
 from forged.demo.checkpoints import FOLDER, SAVE_STEPS, checkpoints, resumed
 from forged.demo.dataset import REPLICATION, SHARDS, misplaced
 from forged.demo.learning import BATCH, SAMPLES, State, Task
-from forged.demo.memory_restore import ALONE_JOB, restore_from_memory
+from forged.demo.memory_restore import ALONE_JOB, GPU_BYTES, restore_from_memory
 from forged.demo.model_release import release_model
 from forged.demo.observer import ClusterObserver
 from forged.demo.output import CYAN, DIM, GREEN, RED, Output
@@ -99,6 +99,8 @@ class Outcome:
     """Seconds from the kill of a job's only worker until its last copied step was durable."""
     emergency_steps_lost: int | None = None
     """The committed steps that this worker had to repeat."""
+    gpu_bytes_freed: int | None = None
+    """The GPU memory that the death of this worker has freed."""
     model_serving: str = ""
     """The version of the model that serves at the end."""
     canary_rollback_s: float | None = None
@@ -419,12 +421,15 @@ class Scenario:
         found = await restore_from_memory(self._observer, self._output, self._directory / ALONE_JOB, endpoint)
         self.outcome.emergency_save_s = round(found.saved_s, 4)
         self.outcome.emergency_steps_lost = max(0, found.committed - found.restored)
+        self.outcome.gpu_bytes_freed = found.freed_bytes
         newer = [] if found.restored > SAVE_STEPS else [f"it continued after step {found.restored}"]
         lost = [] if self.outcome.emergency_steps_lost <= 1 else [f"it continued after step {found.restored}"]
         self._check(
             f"it continued after step {found.restored} of {found.committed}; on disk was step {SAVE_STEPS}",
             newer + lost,
         )
+        held = [] if found.freed_bytes == GPU_BYTES else [f"{found.freed_bytes} bytes are free, not {GPU_BYTES}"]
+        self._check("its death freed the GPU memory that it held", held)
         self._check(
             f"its parameters equal those of an uninterrupted run (largest difference {found.differ_by:.1e})",
             [] if found.differ_by <= TOLERANCE else [f"a parameter differs by {found.differ_by:g}"],

@@ -12,19 +12,23 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from forged.client import BlockingClient
 from forged.demo.checkpoints import FOLDER, CheckpointSaver
 from forged.demo.dataset import DatasetReader, training_data
 from forged.demo.learning import BATCH, LEARNING_RATE, Task, contribution, learn
 from forged.demo.records import NONE, Committed, Entered, Entry, Finished, Ready, Resumed, Used, line_of
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.model import RedistributionType
+from forged.memory.messages import Wanted
+from forged.memory.model import AllocationRequest, GpuDevice
 from forged.worker.blocking import Training, join
 from forged.worker.steps.step_loop import Step
 
@@ -113,11 +117,16 @@ def train(
     recorder: Recorder,
     saver: CheckpointSaver,
     stop_file: Path,
+    entered: Callable[[], None],
 ) -> None:
-    """Train until the stop file exists."""
+    """Train until the stop file exists; `entered` is called in the first step."""
     state: dict[str, Any] = worker.state
+    has_entered = False
     for step in steps(worker, recorder):
         with step:
+            if not has_entered:
+                has_entered = True
+                entered()
             saver.save_if_due(int(step))
             samples = worker.batch()
             recorder.use(worker, int(step), len(samples))
@@ -132,6 +141,15 @@ def train(
             recorder.set_loss(float(summed[-2]))
 
 
+def hold_gpu_memory(endpoint: str, worker: Training, job: str, size: int) -> None:
+    """Register a device that is twice as large, and allocate a block of this size in it."""
+    me = (job, worker.worker_id.id, worker.worker.incarnation)
+    with BlockingClient(endpoint) as client:
+        device = client.register_device(*me, GpuDevice("gpu0", 2 * size))
+        wanted = Wanted("parameters", AllocationRequest("parameters", size))
+        client.allocate_memory(*me, device.name, [wanted])
+
+
 def main() -> int:
     """Run a worker of the demo."""
     parser = argparse.ArgumentParser(description="A worker of `forged demo`.")
@@ -142,6 +160,7 @@ def main() -> int:
     parser.add_argument("--job", default=JOB)
     parser.add_argument("--memory-every", type=int, default=MEMORY_STEPS, help="the steps between two copies in memory")
     parser.add_argument("--resume", action="store_true", help="begin with the newest state that was saved")
+    parser.add_argument("--gpu-bytes", type=int, default=0, help="hold a block of so many bytes on a device of its own")
     options = parser.parse_args()
     task, recorder = Task(), Recorder(options.directory / f"{options.name}{RECORDS}")
     state = task.state() | {"ends_at": NONE}
@@ -163,7 +182,9 @@ def main() -> int:
             if options.resume:
                 recorder.write(Resumed(time.monotonic(), saver.resume()))
             recorder.write(Ready(time.monotonic()))
-            train(worker, reader, recorder, saver, options.directory / STOP_FILE)
+            size = options.gpu_bytes
+            hold = partial(hold_gpu_memory, options.endpoint, worker, options.job, size) if size else lambda: None
+            train(worker, reader, recorder, saver, options.directory / STOP_FILE, hold)
         np.save(options.directory / f"{options.name}{PARAMETERS}", state["parameters"])
         digest = sha256(state["parameters"].tobytes()).hexdigest()
         recorder.write(Finished(time.monotonic(), worker.step, digest, reader.here, reader.elsewhere))
