@@ -15,6 +15,7 @@ from types import MappingProxyType, TracebackType
 from typing import Self, TypeVar
 
 import anyio
+from anyio.abc import TaskGroup
 from msgspec.structs import replace
 
 from forged.client.client import ForgedClient
@@ -244,9 +245,9 @@ class DeviceMemory:
             except Unavailable:
                 await anyio.sleep(AGAIN_S)
                 self._connection_changed.set()
-            except RequestRefused as refusal:
-                # The worker is registered no more: its next request is refused too.
-                self._log.warning("a device could not be registered again", device=self.name, error=describe(refusal))
+            except ForgedError as error:
+                # Such as that the worker is registered no more: its next request is refused too.
+                self._log.warning("a device could not be registered again", device=self.name, error=describe(error))
 
     async def _restore(self) -> None:
         """Register the device and assert its blocks; a daemon that knows them changes nothing."""
@@ -283,14 +284,19 @@ class DeviceMemory:
 
     async def _listen(self, stream: FactStream) -> None:
         async with anyio.create_task_group() as moving:
-            async for item in stream:
-                fact = item.fact if isinstance(item, Record) else None
-                if isinstance(fact, CompactionPlanned):
-                    if fact.device == self.name and self._copy is not None:
-                        moving.start_soon(self._move_blocks, self._copy, fact.epoch)
-                elif fact is None or (isinstance(fact, BlockEvicted) and fact.device == self.name):
-                    with _logged(self._log, "evicted blocks are unknown", self.name):
-                        await self._check(self._perhaps_evicted(fact))
+            # The stream ends with the client; further requests tell why.
+            with _logged(self._log, "facts are not received any more", self.name):
+                await self._follow(stream, moving)
+
+    async def _follow(self, stream: FactStream, moving: TaskGroup) -> None:
+        async for item in stream:
+            fact = item.fact if isinstance(item, Record) else None
+            if isinstance(fact, CompactionPlanned):
+                if fact.device == self.name and self._copy is not None:
+                    moving.start_soon(self._move_blocks, self._copy, fact.epoch)
+            elif fact is None or (isinstance(fact, BlockEvicted) and fact.device == self.name):
+                with _logged(self._log, "evicted blocks are unknown", self.name):
+                    await self._check(self._perhaps_evicted(fact))
 
     def _perhaps_evicted(self, fact: BlockEvicted | None) -> list[str]:
         """The blocks that a fact names; all that could be if it does not name all, or if facts are missing."""

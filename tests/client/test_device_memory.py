@@ -13,9 +13,9 @@ import pytest
 
 from forged.client import ForgedClient
 from forged.client.device_memory import DeviceMemory
-from forged.elastic.messages import JoinJob
+from forged.elastic.messages import JoinJob, LeaveJob
 from forged.elastic.model import WorkerId
-from forged.errors import RequestRefused
+from forged.errors import RequestRefused, Unavailable
 from forged.memory.messages import HeldBlock, Move, Wanted
 from forged.memory.model import AllocationRequest, BlockStatus, GpuDevice
 from tests.client.daemon_runner import SOON, DaemonRunner, config_in
@@ -170,6 +170,25 @@ async def test_blocks_are_allocated_and_freed_in_batches(client: ForgedClient) -
         assert [one.name for one in replies if one.handle is not None] == names
         await memory.free(*names)
         assert await held(client) == {}
+
+
+async def test_memory_closes_after_its_client(runner: DaemonRunner, client: ForgedClient) -> None:
+    async with ForgedClient(runner.endpoint, reconnect=SOON) as other:
+        memory = memory_of(other)
+        await memory.__aenter__()
+        await memory.allocate(wanted("a"))
+    with pytest.raises(Unavailable, match="the client was closed"):
+        await memory.allocate(wanted("b"))
+    await memory.__aexit__(None, None, None)
+    assert set(await held(client)) == {"a"}
+
+
+async def test_worker_that_is_gone_cannot_restore_its_blocks(client: ForgedClient) -> None:
+    async with memory_of(client) as memory:
+        await memory.allocate(wanted("a"))
+        await client.request(LeaveJob(JOB, "w0", INCARNATIONS["w0"]))
+        with pytest.raises(RequestRefused, match="not registered"):
+            await memory.allocate(wanted("b"))
 
 
 async def test_example_of_the_page_runs(client: ForgedClient, capsys: pytest.CaptureFixture[str]) -> None:
