@@ -11,12 +11,20 @@ from collections.abc import Iterator, Sequence
 NAMES_MAX = 8
 REASONS_MAX = 8
 REASON_CHARS_MAX = 500
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 OPERATOR_REQUEST = "requested by an operator"
 
 
 def counted(number: int, thing: str) -> str:
     """A count with its noun: no worker, 1 worker, 2 workers."""
     return f"{f'{number:,}' if number else 'no'} {thing}{'s' if number > 1 else ''}"
+
+
+def bytes_text(size: int) -> str:
+    """The size with three digits in the largest unit of which there is one, such as 1.50 MiB."""
+    unit = min(max(size.bit_length() - 1, 0) // 10, len(UNITS) - 1)
+    value = size / (1 << 10 * unit)
+    return f"{size} B" if unit == 0 else f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {UNITS[unit]}"
 
 
 def is_or_are(number: int) -> str:

@@ -12,6 +12,7 @@ from forged.cli.forgectl.output import answer
 from forged.cli.forgectl.parser import Options
 from forged.cli.process import EXIT_OK
 from forged.errors import RequestRefused
+from forged.phrases import bytes_text
 from forged.plain_client.connection import PlainConnection
 
 DEVICE_COLUMNS = ("device", "job", "total", "held", "cached", "free", "pressure", "waiting", "out of memory")
@@ -19,6 +20,7 @@ STATS_COLUMNS = (
     *("device", "job", "total", "allocated", "pinned", "cached", "free", "largest free", "fragmentation"),
     *("blocks", "allocations"),
 )
+
 FORECAST_COLUMNS = ("device", "job", "pressure", "obtainable", "rate", "out of memory", "between", "samples")
 NOTHING = "no devices; a worker registers its own"
 REMOVED = frozenset({"job_unknown"})
@@ -128,7 +130,7 @@ def _named(view: Row) -> Row:
 
 def size(value: Any) -> str:
     """A number of bytes; the value itself if it is none."""
-    return tables.size(round(value)) if _is_number(value) else tables.field("", value)
+    return bytes_text(round(value)) if _is_number(value) else tables.field("", value)
 
 
 def percent(value: Any) -> str:
@@ -151,7 +153,7 @@ def _in(seconds: Any) -> str:
 
 def _rate(bytes_per_s: Any) -> str:
     sign = "-" if _is_number(bytes_per_s) and bytes_per_s < 0 else ""
-    return f"{sign}{tables.size(round(abs(bytes_per_s)))}/s" if _is_number(bytes_per_s) else tables.NONE
+    return f"{sign}{bytes_text(round(abs(bytes_per_s)))}/s" if _is_number(bytes_per_s) else tables.NONE
 
 
 def _is_number(value: Any) -> TypeGuard[float]:

@@ -10,6 +10,7 @@ from forged.cli.forgectl.parser import Options
 from forged.cli.memory.devices import size
 from forged.cli.process import EXIT_FAILED, EXIT_OK
 from forged.errors import PeerError
+from forged.phrases import bytes_text
 
 COLUMNS = ("device", "offset", "evicted", "moved", "reload_s", "reason")
 
@@ -20,7 +21,7 @@ def show_places(options: Options) -> int:
         places = daemon.request("FindFit", **fields)
     if not isinstance(places, list) or not all(isinstance(one, dict) for one in places):
         raise PeerError("answer_strange", "the daemon's reply to FindFit is no list", "compare versions")
-    nothing = f"no device of job {options.job} can make room for {tables.size(options.size)}"
+    nothing = f"no device of job {options.job} can make room for {bytes_text(options.size)}"
     rows = list(map(_row, places))
     reply = {"job": options.job, "size": options.size, "alignment": options.alignment, "places": places}
     answer(options, reply, lambda: tables.table(rows, COLUMNS, nothing, yielding=("reason",), kept="device"))

@@ -27,6 +27,7 @@ from forged.memory.traces import (
     replay,
 )
 from forged.memory.traces.planner import NODES_MAX
+from forged.phrases import bytes_text
 
 COLUMNS = ("policy", "capacity", "fits", "height", "height/peak", "evicted", "evicted bytes", "problem")
 
@@ -113,7 +114,7 @@ def _replay_row(found: Row) -> Row:
         "height": f"{found['height']:,}" if fits else None,
         "height/peak": _ratio(found["height"], found["peak"]) if fits else None,
         "evicted": len(found["evicted"]),
-        "evicted bytes": tables.size(found["evicted_bytes"]),
+        "evicted bytes": bytes_text(found["evicted_bytes"]),
         "problem": found["problem"],
     }
 
@@ -163,7 +164,7 @@ def _outcome(packing: Packing | None, problem: TraceRefused | None) -> Row:
 
 
 def _exact(count: int) -> str:
-    return f"{count:,} bytes ({tables.size(count)})"
+    return f"{count:,} bytes ({bytes_text(count)})"
 
 
 def _ratio(height: int, peak: int) -> str:

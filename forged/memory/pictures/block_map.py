@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from forged.memory.model import BlockStatus, MemoryBlock
 from forged.memory.pictures.drawing import CHAR_WIDTH, INK, PAPER, Drawing, Rectangle, Text, fitting
-from forged.memory.pictures.scales import Scale, bytes_text
+from forged.memory.pictures.scales import Scale
+from forged.phrases import bytes_text
 
 COLORS = {
     BlockStatus.FREE: "#e8ecf0",

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from forged.memory.pictures.drawing import CHAR_WIDTH, FAINT, PAPER, Drawing, Line, Rectangle, Text, fitting
-from forged.memory.pictures.scales import Scale, byte_ticks, bytes_text, ticks
+from forged.memory.pictures.scales import Scale, byte_ticks, ticks
 from forged.memory.traces import Buffer, Packing, Replay
+from forged.phrases import bytes_text
 
 LIVES = ((0.01, "#9ecae1", "life < 1 %"), (0.1, "#4f9ac8", "< 10 %"), (0.5, "#2e6da4", "< 50 %"))
 """The share of the trace that a buffer lives, its colour and name; longer lives have the last one."""

@@ -1,18 +1,10 @@
-"""Scales of axes: bytes in binary units, round steps, and where a value is in pixels."""
+"""Scales of axes: round steps, and where a value is in pixels."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _DECIMAL_STEPS = (1, 2, 5)
-
-
-def bytes_text(size: int) -> str:
-    """The size with three digits in the largest unit of which there is one, such as 1.50 MiB."""
-    unit = min(max(size.bit_length() - 1, 0) // 10, len(UNITS) - 1)
-    value = size / (1 << 10 * unit)
-    return f"{size} B" if unit == 0 else f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {UNITS[unit]}"
 
 
 def byte_ticks(end: int, most: int) -> list[int]:

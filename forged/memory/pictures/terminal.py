@@ -9,8 +9,9 @@ import numpy.typing as npt
 
 from forged.memory.model import BlockStatus, MemoryBlock
 from forged.memory.pictures import block_map
-from forged.memory.pictures.scales import Scale, bytes_text
+from forged.memory.pictures.scales import Scale
 from forged.memory.traces import Buffer, Packing, Replay
+from forged.phrases import bytes_text
 
 SHADES = " ░▒▓█"
 MARKS = {BlockStatus.FREE: "·", BlockStatus.ALLOCATED: "█", BlockStatus.PINNED: "▓", BlockStatus.CACHED: "░"}

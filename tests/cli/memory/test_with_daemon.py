@@ -26,8 +26,8 @@ def test_devices_are_listed_with_how_full_they_are(commands: MemoryCommands) -> 
     for line in ("", "devices", f"devices --job {JOB}"):
         header, row = commands.lines(line)
         shown = dict(zip(cells(header), cells(row), strict=True))
-        assert (shown["device"], shown["total"], shown["held"]) == (GPU, "65.5 kB", "16.4 kB")
-        assert (shown["cached"], shown["pressure"], shown["out of memory"]) == ("8.19 kB", "25.0%", "not soon")
+        assert (shown["device"], shown["total"], shown["held"]) == (GPU, "64.0 KiB", "16.0 KiB")
+        assert (shown["cached"], shown["pressure"], shown["out of memory"]) == ("8.00 KiB", "25.0%", "not soon")
     [device] = commands.json("devices")["devices"]
     assert device["stats"]["allocated_bytes"] == 24 * KIB
 
@@ -40,7 +40,7 @@ def test_statistics_and_forecasts_are_shown_for_each_device(commands: MemoryComm
     assert set(stats) == {"job", "name", "stats"}
     assert stats["stats"]["largest_free_block"] == 48 * KIB
     header, row = commands.lines("forecast")
-    assert dict(zip(cells(header), cells(row), strict=True))["obtainable"] == "49.2 kB"
+    assert dict(zip(cells(header), cells(row), strict=True))["obtainable"] == "48.0 KiB"
     [forecast] = commands.json(f"forecast --job {JOB}")["devices"]
     assert set(forecast) == {"job", "name", "pressure", "forecast"}
 
@@ -75,7 +75,7 @@ def test_device_is_shown_with_its_forecast_and_its_blocks(commands: MemoryComman
     lines = commands.lines(f"show {GPU} --job {JOB} --picture '{picture}'")
     end = lines.index("")
     shown = fields(lines[:end])
-    assert (shown["device"], shown["compute capability"], shown["allocated"]) == (GPU, "8.6", "16.4 kB")
+    assert (shown["device"], shown["compute capability"], shown["allocated"]) == (GPU, "8.6", "16.0 KiB")
     assert shown["out of memory"] == "not soon"
     assert "64.0 KiB" in "".join(lines[end:])
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -99,7 +99,7 @@ def test_place_of_a_block_is_found_with_what_gives_way(commands: MemoryCommands)
     [place] = commands.json(f"fit 16KiB --job {JOB}")["places"]
     assert (place["device"], place["evicted_bytes"]) == (GPU, 24 * KIB)
     code, out, _ = commands.run(f"fit 1GiB --job {JOB}")
-    assert (code, out) == (EXIT_FAILED, f"no device of job {JOB} can make room for 1.07 GB\n")
+    assert (code, out) == (EXIT_FAILED, f"no device of job {JOB} can make room for 1.00 GiB\n")
 
 
 def test_devices_are_completed(commands: MemoryCommands) -> None:

@@ -10,8 +10,9 @@ from forged.memory.pictures import Drawing, draw_blocks, draw_packing, rendered,
 from forged.memory.pictures.block_map import COLORS
 from forged.memory.pictures.drawing import Rectangle, Text, fitting
 from forged.memory.pictures.packing import CAPACITY, EVICTED
-from forged.memory.pictures.scales import byte_ticks, bytes_text, ticks
+from forged.memory.pictures.scales import byte_ticks, ticks
 from forged.memory.traces import Buffer, Packing, events, plan, replay
+from forged.phrases import bytes_text
 from tests.memory.pictures.shown import ALLOCATED, BLOCKS, BUFFERS, CACHED, FREE, PACKING, PINNED, pixels_of
 from tests.memory.traces.buffers import traces
 
