@@ -83,7 +83,9 @@ def test_demo_in_a_pipe_succeeds_with_plain_text(tmp_path: Path) -> None:
     assert "FAIL" not in done.stdout
     assert processes_with(mark) == []
     assert list(tmp_path.iterdir()) == []
-    assert kinds_after_the_kill(done.stdout) == [
+    # The worker may die while one of its states is being saved: its host saves it then.
+    kinds = [kind for kind in kinds_after_the_kill(done.stdout) if kind != "EmergencyCheckpointSaved"]
+    assert kinds == [
         "WorkerFailed",
         "RescaleStarted",
         "RescaleSynchronising",
