@@ -127,7 +127,7 @@ class WorkQueue:
 
     def begin(self, now: float) -> Iterator[str]:
         """The folders in which work begins."""
-        room = self._folders_max - sum(one.is_busy for one in self._folders.values())
+        room = self._room()
         for name, one in self._folders.items():
             if room > 0 and one.next_at(self._of_storage_max) <= now:
                 one.resume_due(now)
@@ -183,8 +183,14 @@ class WorkQueue:
         return failing_s
 
     def next_at(self) -> float:
-        """When work can begin; in the past if it can now."""
+        """When work can begin, in the past if it can now; never while it has to wait for other work to end."""
+        if self._room() <= 0:
+            return inf
         return min((one.next_at(self._of_storage_max) for one in self._folders.values()), default=inf)
+
+    def _room(self) -> int:
+        """In how many more folders work may begin."""
+        return self._folders_max - sum(one.is_busy for one in self._folders.values())
 
     def _drop_idle(self) -> None:
         self._folders = {name: one for name, one in self._folders.items() if one.tasks or one.postponed or one.is_busy}

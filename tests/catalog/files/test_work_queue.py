@@ -32,6 +32,7 @@ def test_folder_is_worked_in_once_at_a_time() -> None:
 def test_only_so_many_folders_are_worked_in() -> None:
     one = queue(2, x=A, y=A, z=A)
     assert list(one.begin(0.0)) == ["x", "y"]
+    assert one.next_at() == inf, "nothing can begin before one of them ends"
     one.done("x", A)
     assert one.next("x") is None
     assert list(one.begin(0.0)) == ["z"]
