@@ -31,8 +31,8 @@ from forged.memory.model import (
     PoolStats,
     Room,
 )
-from forged.memory.moves import BlockMove, MovePlan
-from forged.memory.pool import MemoryPool
+from forged.memory.pool.memory_pool import MemoryPool
+from forged.memory.pool.moves import BlockMove, MovePlan
 
 __all__ = [
     "AllocationRequest",

@@ -30,9 +30,9 @@ from forged.memory.messages import (
     Wanted,
 )
 from forged.memory.model import AllocationRequest, GpuDevice
+from forged.memory.pool.validation import validate
 from forged.memory.ports import WorkersPort
 from forged.memory.service import MemoryService
-from forged.memory.validation import validate
 from tests.kernel_fixture import Kernel, running
 
 F = TypeVar("F", bound=Fact)

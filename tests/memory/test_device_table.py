@@ -29,7 +29,7 @@ from forged.memory.messages import (
     Wanted,
 )
 from forged.memory.model import AllocationRequest, BlockStatus, GpuDevice
-from forged.memory.validation import validate
+from forged.memory.pool.validation import validate
 from forged.memory.waiting import Waiting
 from forged.shares import Holder
 

@@ -20,7 +20,7 @@ from forged.memory import (
     optimal_pool_size,
     should_defragment,
 )
-from tests.memory.pools import ALLOCATED, CACHED, FREE, PINNED, block
+from tests.memory.pool.pools import ALLOCATED, CACHED, FREE, PINNED, block
 
 POWERS = [2**n for n in (0, 1, 2, 8, 31, 32, 53, 62, 63, 64)]
 

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 from tests.seed_map_mutants.mutation import Constant, Edit, Mutation
 
-CORE = "forged/memory/pool_core.py"
+CORE = "forged/memory/pool/core.py"
 ERRORS = "forged/memory/errors.py"
 FUNCTIONS = "forged/memory/functions.py"
-LISTS = "forged/memory/free_lists.py"
+LISTS = "forged/memory/pool/free_lists.py"
 MODEL = "forged/memory/model.py"
-POOL = "forged/memory/pool.py"
+POOL = "forged/memory/pool/memory_pool.py"
 CRITERIA = "Memory: acceptance criteria"
 
 
@@ -117,7 +117,7 @@ MUTANTS: Mapping[str, Mutation | str] = {
     ),
     "MemoryPool.evict(needed)": Edit(CORE, "            if found >= needed:", "            if found > 0:"),
     "MemoryPool.defragment()": Edit(
-        "forged/memory/compaction.py", "return block.status is BlockStatus.PINNED", "return False"
+        "forged/memory/pool/compaction.py", "return block.status is BlockStatus.PINNED", "return False"
     ),
     "MemoryPool.stats()": Edit(
         CORE,

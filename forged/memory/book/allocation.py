@@ -15,13 +15,10 @@ from msgspec.structs import replace
 
 from forged.errors import ForgedError
 from forged.memory import errors
-from forged.memory.blocks import Block
 from forged.memory.book import refusals
 from forged.memory.book.attempt import Attempt
 from forged.memory.book.device import Device, Moment, Owner
 from forged.memory.book.device_table import DeviceTable
-from forged.memory.compaction import largest_hole
-from forged.memory.eviction import LRU, find_room
 from forged.memory.messages import (
     BATCH_MAX,
     Allocated,
@@ -35,7 +32,10 @@ from forged.memory.messages import (
     Wanted,
 )
 from forged.memory.model import AllocationRequest, BlockStatus
-from forged.memory.shortage import missing_room
+from forged.memory.pool.blocks import Block
+from forged.memory.pool.compaction import largest_hole
+from forged.memory.pool.eviction import LRU, find_room
+from forged.memory.pool.shortage import missing_room
 from forged.memory.waiting import WAIT_MAX_S, Waiting
 from forged.rate_limit import TokenBucket
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from forged.errors import ForgedError
-from forged.memory.blocks import Block
 from forged.memory.book import refusals
 from forged.memory.book.allocation import require_content
 from forged.memory.book.device import Device, Moment, Owner, same_place
 from forged.memory.book.device_table import SIZE_MAX, DeviceTable
 from forged.memory.messages import BATCH_MAX, AssertBlocks, Handle, HeldBlock
 from forged.memory.model import ALIGNMENT_DEFAULT, BlockStatus, MemoryBlock
+from forged.memory.pool.blocks import Block
 
 VERSION_MAX = 1 << 40
 

@@ -7,16 +7,16 @@ Invariants:
 
 from __future__ import annotations
 
-from forged.memory.blocks import Block
 from forged.memory.book import refusals
 from forged.memory.book.allocation import Allocation
 from forged.memory.book.attempt import Attempt
 from forged.memory.book.device import Device, Moment, Owner
 from forged.memory.book.device_table import DeviceTable
-from forged.memory.compaction import plan_compaction, plan_hole
 from forged.memory.messages import CommitMove, CompactionPlan, CompactionPlanned, PlanCompaction
 from forged.memory.model import ALIGNMENT_DEFAULT
-from forged.memory.moves import MovePlan
+from forged.memory.pool.blocks import Block
+from forged.memory.pool.compaction import plan_compaction, plan_hole
+from forged.memory.pool.moves import MovePlan
 from forged.rate_limit import TokenBucket
 
 PLAN_S = 30.0

@@ -10,15 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from forged.memory.blocks import Block
 from forged.memory.book.attempt import Attempt
-from forged.memory.compaction import largest_hole
 from forged.memory.forecast import PressureLevel, UsageWindow, seconds_left
 from forged.memory.functions import memory_pressure
 from forged.memory.messages import CompactionPlan, DeviceView, Forecast, Handle, HeldBlock, Move
 from forged.memory.model import GpuDevice
-from forged.memory.moves import MovePlan
-from forged.memory.pool_core import PoolCore
+from forged.memory.pool.blocks import Block
+from forged.memory.pool.compaction import largest_hole
+from forged.memory.pool.core import PoolCore
+from forged.memory.pool.moves import MovePlan
 from forged.memory.waiting import WaitingQueue
 from forged.shares import Holder
 

@@ -14,12 +14,12 @@ from operator import attrgetter
 
 from forged.errors import ForgedError
 from forged.kernel.messages import Fact
-from forged.memory.blocks import Block
 from forged.memory.book import refusals
 from forged.memory.book.attempt import Attempt
 from forged.memory.book.device import Device, Moment, Owner
 from forged.memory.messages import BlocksFreed, CompactionEnded, DeviceRegistered, DeviceRemoved, RegisterDevice
-from forged.memory.pool_core import PoolCore
+from forged.memory.pool.blocks import Block
+from forged.memory.pool.core import PoolCore
 from forged.shares import Holder, Shares
 
 SIZE_MAX = (1 << 63) - 1

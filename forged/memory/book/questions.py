@@ -8,10 +8,10 @@ from itertools import islice
 from forged.memory.book import refusals
 from forged.memory.book.device import Device, held_block
 from forged.memory.book.device_table import SIZE_MAX, DeviceTable
-from forged.memory.compaction import plan_hole
 from forged.memory.errors import SizeBeyondDevice
-from forged.memory.eviction import find_room
 from forged.memory.messages import BlockPage, DevicePage, FindFit, FitPlace, ListBlocks, ListDevices
+from forged.memory.pool.compaction import plan_hole
+from forged.memory.pool.eviction import find_room
 from forged.pagination import PAGE_ENTRIES_MAX, ascending, take_page
 
 EVICTIONS_MAX, PLANS_MAX = 64, 8

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from forged.memory.blocks import Block
-from forged.memory.eviction import POLICIES as EVICTING
-from forged.memory.eviction import make_room
 from forged.memory.functions import fits
 from forged.memory.model import AllocationRequest, BlockStatus, MemoryBlock
-from forged.memory.pool_core import PoolCore
+from forged.memory.pool.blocks import Block
+from forged.memory.pool.core import PoolCore
+from forged.memory.pool.eviction import POLICIES as EVICTING
+from forged.memory.pool.eviction import make_room
 from forged.memory.traces.errors import argument_invalid, event_invalid, no_place
 from forged.memory.traces.model import Buffer, BufferId, Event, Replay, checked_capacity, peak_of
 

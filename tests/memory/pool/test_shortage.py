@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 from forged.memory import AllocationRequest
-from forged.memory.pool_core import PoolCore
-from forged.memory.shortage import BLOCKING_MAX, MissingRoom, missing_room
+from forged.memory.pool.core import PoolCore
+from forged.memory.pool.shortage import BLOCKING_MAX, MissingRoom, missing_room
 
 
 def core_of(total: int, *sizes: int) -> PoolCore:

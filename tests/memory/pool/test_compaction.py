@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from forged.memory import AllocationRequest, CompactionRefused, HandleStale, MemoryPool, MovePlan, StatusRefused
-from tests.memory.pools import PINNED, allocated, cached, filled, layout, offset_of, pool_of, status_of
+from tests.memory.pool.pools import PINNED, allocated, cached, filled, layout, offset_of, pool_of, status_of
 
 
 def pool_with_holes(sizes: list[int], holes: list[int], total: int | None = None) -> tuple[MemoryPool, list[str]]:

@@ -29,8 +29,8 @@ from forged.memory import (
     fragmentation_ratio,
     memory_pressure,
 )
-from forged.memory.pool_core import PoolCore
-from tests.memory.pools import (
+from forged.memory.pool.core import PoolCore
+from tests.memory.pool.pools import (
     ALLOCATED,
     CACHED,
     FREE,

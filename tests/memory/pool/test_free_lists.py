@@ -6,8 +6,8 @@ from typing import cast
 
 import pytest
 
-from forged.memory.blocks import Block
-from forged.memory.free_lists import DIGITS, FreeLists, list_number
+from forged.memory.pool.blocks import Block
+from forged.memory.pool.free_lists import DIGITS, FreeLists, list_number
 
 NONE = cast("Block", None)
 SIZES = [1, 2, 3, 63, 64, 65, 127, 128, 129, 1000, 1023, 1024, 2**20, 2**37 + 1, 2**53 + 1, 2**63 - 1, 2**63, 2**70]

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import NamedTuple
 
-from forged.memory.blocks import Block
-from forged.memory.compaction import largest_hole
 from forged.memory.model import BlockStatus
-from forged.memory.pool_core import PoolCore
-from forged.memory.windows import windows
+from forged.memory.pool.blocks import Block
+from forged.memory.pool.compaction import largest_hole
+from forged.memory.pool.core import PoolCore
+from forged.memory.pool.windows import windows
 
 PLACES = 8
 """Around so many places the blocking blocks are looked for."""

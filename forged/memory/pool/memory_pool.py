@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 
-from forged.memory import compaction, eviction, validation
 from forged.memory.errors import MemoryInvalid, SizeBeyondDevice
 from forged.memory.model import (
     AllocationRequest,
@@ -21,9 +20,10 @@ from forged.memory.model import (
     checked_device,
     checked_size,
 )
-from forged.memory.moves import BlockMove, MovePlan
-from forged.memory.pool_core import PoolCore
-from forged.memory.shortage import missing_room
+from forged.memory.pool import compaction, eviction, validation
+from forged.memory.pool.core import PoolCore
+from forged.memory.pool.moves import BlockMove, MovePlan
+from forged.memory.pool.shortage import missing_room
 
 
 class MemoryPool:

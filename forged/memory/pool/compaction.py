@@ -14,12 +14,12 @@ from heapq import nsmallest
 from itertools import pairwise
 
 from forged.memory import errors
-from forged.memory.blocks import Block
 from forged.memory.functions import fits
 from forged.memory.model import BlockStatus
-from forged.memory.moves import NO_MOVE, BlockMove, MovePlan
-from forged.memory.pool_core import PoolCore
-from forged.memory.windows import windows
+from forged.memory.pool.blocks import Block
+from forged.memory.pool.core import PoolCore
+from forged.memory.pool.moves import NO_MOVE, BlockMove, MovePlan
+from forged.memory.pool.windows import windows
 
 TRIES = 8
 """So many of the cheapest places are tried for a hole, in each of two ways."""

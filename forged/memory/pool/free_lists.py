@@ -10,8 +10,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 
-from forged.memory.blocks import Block, SizeList
 from forged.memory.functions import fits
+from forged.memory.pool.blocks import Block, SizeList
 
 DIGITS = 6
 """A list has the sizes that agree in their first binary digits, one and so many more."""

@@ -18,11 +18,11 @@ from typing import cast
 from msgspec.structs import replace
 
 from forged.memory import errors
-from forged.memory.blocks import Block
-from forged.memory.free_lists import FreeLists
 from forged.memory.functions import is_power_of_two, share_outside
 from forged.memory.model import AllocationRequest, BlockStatus, MemoryBlock, PoolStats, checked_size, checked_time
-from forged.memory.moves import BlockMove, MovePlan
+from forged.memory.pool.blocks import Block
+from forged.memory.pool.free_lists import FreeLists
+from forged.memory.pool.moves import BlockMove, MovePlan
 
 FREE, ALLOCATED, PINNED, CACHED = BlockStatus.FREE, BlockStatus.ALLOCATED, BlockStatus.PINNED, BlockStatus.CACHED
 EvictionKey = tuple[float, int, int]
@@ -30,7 +30,7 @@ EvictionKey = tuple[float, int, int]
 
 
 class PoolCore:
-    """One device's memory. It has no clock and no lock; `forged.memory.pool` has them."""
+    """One device's memory. It has no clock and no lock: times are arguments, and `MemoryPool` has a lock."""
 
     def __init__(self, total: int, epoch: int = 0) -> None:
         """The epochs of compaction plans are greater than `epoch`."""

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from forged.memory import AllocationRequest, BlockStatus, GpuDevice, MemoryPool, MemoryRefused, MovePlan, align_up
-from tests.memory.naive_pool import NaivePool, shown
+from tests.memory.pool.naive_pool import NaivePool, shown
 from tests.sweeps import WHOLE
 
 FREE, ALLOCATED, PINNED, CACHED = BlockStatus

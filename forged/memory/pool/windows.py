@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
-from forged.memory.blocks import Block
+from forged.memory.pool.blocks import Block
 
 Window: TypeAlias = tuple[int, int, int, int]
 """The weight of the neighbouring blocks `blocks[first:last]`, `first`, `last`, and the aligned offset of the room."""

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from forged.memory.blocks import Block
 from forged.memory.errors import argument_invalid
 from forged.memory.functions import fits
 from forged.memory.model import BlockStatus
-from forged.memory.pool_core import PoolCore
-from forged.memory.windows import windows
+from forged.memory.pool.blocks import Block
+from forged.memory.pool.core import PoolCore
+from forged.memory.pool.windows import windows
 
 LRU, COST = POLICIES = ("lru", "cost")
 RECENCY_MAX = 10

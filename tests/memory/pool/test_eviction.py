@@ -5,7 +5,7 @@ import random
 import pytest
 
 from forged.memory import MemoryInvalid, MemoryPool
-from tests.memory.pools import allocated, cached, filled, layout, offset_of, pool_of
+from tests.memory.pool.pools import allocated, cached, filled, layout, offset_of, pool_of
 
 
 def full_pool(*uses: tuple[int, float]) -> tuple[MemoryPool, list[str]]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from forged.memory.blocks import Block
 from forged.memory.errors import inconsistent
 from forged.memory.functions import fragmentation_ratio
 from forged.memory.model import BlockStatus
-from forged.memory.pool_core import PoolCore
+from forged.memory.pool.blocks import Block
+from forged.memory.pool.core import PoolCore
 
 
 def validate(core: PoolCore) -> None:
