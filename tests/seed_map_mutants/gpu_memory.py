@@ -28,9 +28,7 @@ MUTANTS: Mapping[str, Mutation | str] = {
     "BlockStatus.Free": Edit(
         CORE, "        if total:\n            self.holes.add(", "        if total < 0:\n            self.holes.add("
     ),
-    "BlockStatus.Allocated": Edit(
-        CORE, "            ALLOCATED,\n            None,\n", "            PINNED,\n            None,\n"
-    ),
+    "BlockStatus.Allocated": Edit(CORE, "None, ALLOCATED, None, made_id", "None, PINNED, None, made_id"),
     "BlockStatus.Pinned": Edit(CORE, "        if request.pinned:\n", "        if False:\n"),
     "BlockStatus.Cached": Edit(
         FUNCTIONS, "if block.status is BlockStatus.CACHED]", "if block.status != BlockStatus.FREE]"

@@ -74,10 +74,7 @@ class PoolCore:
         size, alignment, tensor_id, priority = request.size, request.alignment, request.tensor_id, request.priority
         is_plain = type(size) is type(alignment) is type(priority) is int and type(tensor_id) is str
         if not is_plain or type(now) is not float:
-            if not isinstance(tensor_id, str):
-                raise errors.argument_invalid("tensor_id", tensor_id, "a text")
-            size, alignment = _integer("size", size), _integer("alignment", alignment)
-            priority, now = _integer("priority", priority), checked_time("now", now)
+            size, alignment, priority, now = _plain_values(request, now)
         needed = (size + alignment - 1) & -alignment
         if size <= 0 or needed > self.total or alignment <= 0 or alignment & (alignment - 1):
             self.needed(size, alignment)  # It says which.
@@ -98,28 +95,14 @@ class PoolCore:
             hole.offset = offset + needed
             hole.size -= needed
             self.holes.add(hole)
+        made_id = block_id or self._next_id()
         # One call with all fields, by position, takes half the time of setting them one by one.
         block = Block(
-            offset,
-            needed,
-            before,
-            after,
-            None,
-            ALLOCATED,
-            None,
-            block_id or self._next_id(),
-            tensor_id,
-            now,
-            now,
-            priority,
-            alignment,
-            1,
-            owner,
-            content,
-            reload_s,
-        )
+            offset, needed, before, after, None, ALLOCATED, None, made_id, tensor_id, now, now, priority, alignment, 1,
+            owner, content, reload_s,
+        )  # fmt: skip
         before.after = after.before = block
-        self._blocks[block.block_id] = block
+        self._blocks[made_id] = block
         self._allocated_bytes += needed
         if request.pinned:
             self._change_status(block, PINNED)
@@ -547,6 +530,14 @@ class PoolCore:
     def _forget_cached(self, block: Block) -> None:
         del self._cached[bisect_left(self._cached, (block.last_accessed, block.priority, block.offset))]
         del self._cached_blocks[block.offset]
+
+
+def _plain_values(request: AllocationRequest, now: float) -> tuple[int, int, int, float]:
+    """Size, alignment, priority and time as Python's own numbers; refuses what is none."""
+    if not isinstance(request.tensor_id, str):
+        raise errors.argument_invalid("tensor_id", request.tensor_id, "a text")
+    size, alignment = _integer("size", request.size), _integer("alignment", request.alignment)
+    return size, alignment, _integer("priority", request.priority), checked_time("now", now)
 
 
 def _integer(name: str, value: object) -> int:
