@@ -99,17 +99,13 @@ MUTANTS: Mapping[str, Mutation | str] = {
     "MemoryPool.new(device)": Edit(POOL, "PoolCore(self._device.total_memory)", "PoolCore(0)"),
     "MemoryPool.allocate(request, now)": Edit(LISTS, "+ (above & -above).bit_length()]", "+ above.bit_length()]"),
     "MemoryPool.free(block_id)": Edit(CORE, "        del self._blocks[block_id]\n", ""),
-    "MemoryPool.mark_cached(block_id)": Edit(CORE, "        if block.status is PINNED:\n", "        if False:\n"),
+    "MemoryPool.mark_cached(block_id)": Edit(CORE, 'if change == "cache" and block.status is PINNED:', "if False:"),
     "MemoryPool.pin(block_id)": Edit(
         CORE,
         "        self._change_status(block, PINNED)\n        return",
         "        self._change_status(block, ALLOCATED)\n        return",
     ),
-    "MemoryPool.unpin(block_id)": Edit(
-        CORE,
-        "        if block.status is CACHED:\n            raise",
-        "        if block.status is FREE:\n            raise",
-    ),
+    "MemoryPool.unpin(block_id)": Edit(CORE, 'if change == "unpin" and block.status is CACHED:', "if False:"),
     "MemoryPool.touch(block_id, now)": Edit(
         CORE, "            block.last_accessed = time\n", "            block.allocated_at = time\n"
     ),

@@ -14,7 +14,6 @@ from math import inf
 from msgspec.structs import replace
 
 from forged.errors import ForgedError
-from forged.memory import errors
 from forged.memory.book import refusals
 from forged.memory.book.attempt import Attempt
 from forged.memory.book.device import Device, Moment, Owner
@@ -34,6 +33,7 @@ from forged.memory.messages import (
 from forged.memory.model import AllocationRequest, BlockStatus
 from forged.memory.pool.blocks import Block
 from forged.memory.pool.compaction import largest_hole
+from forged.memory.pool.core import require_changeable
 from forged.memory.pool.eviction import LRU, find_room
 from forged.memory.pool.shortage import missing_room
 from forged.memory.waiting import WAIT_MAX_S, Waiting
@@ -307,7 +307,8 @@ class Allocation:
         require_content(request.content or "", None)
         blocks = self._blocks(device, owner, request.handles)
         for block in blocks:
-            _require_changeable(block, change)
+            # Before any of them is changed.
+            require_changeable(block, change)
         for block in blocks:
             match change:
                 case "pin":
@@ -378,16 +379,6 @@ def _in_brief(device: Device, request: AllocationRequest) -> Shortage:
     reason = f"no room for {needed} bytes: {core.free_bytes} are free, {hole} of them together"
     fix = "ask for this block alone, and not many times a second, to be told more"
     return Shortage(reason, needed, core.free_bytes, hole, core.cached_bytes, hole, [], fix)
-
-
-def _require_changeable(block: Block, change: str) -> None:
-    """Refuse what the pool would refuse, before any block is changed."""
-    if change == "pin" and block.move is not None:
-        raise errors.block_moving(block.block_id, "pinned")
-    if change == "cache" and block.status is BlockStatus.PINNED:
-        raise errors.status_refused(block.block_id, block.status, "marked as cached", "unpin it first")
-    if change == "unpin" and block.status is BlockStatus.CACHED:
-        raise errors.status_refused(block.block_id, block.status, "unpinned", "it is not pinned")
 
 
 def require_content(content: str, reload_s: float | None) -> None:

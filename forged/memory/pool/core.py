@@ -192,8 +192,7 @@ class PoolCore:
     def mark_cached(self, block_id: str, version: int | None = None, content: str | None = None) -> Block:
         """Let the block be evicted; `content` is the checkpoint that has its content."""
         block = self.get(block_id, version)
-        if block.status is PINNED:
-            raise errors.status_refused(block_id, PINNED, "marked as cached", "unpin it first")
+        require_changeable(block, "cache")
         if content is not None:
             block.content = content
         self._change_status(block, CACHED)
@@ -202,16 +201,14 @@ class PoolCore:
     def pin(self, block_id: str, version: int | None = None) -> Block:
         """Let the block be neither evicted nor moved."""
         block = self.get(block_id, version)
-        if block.move is not None:
-            raise errors.block_moving(block_id, "pinned")
+        require_changeable(block, "pin")
         self._change_status(block, PINNED)
         return block
 
     def unpin(self, block_id: str, version: int | None = None) -> Block:
         """The pinned block is allocated again; an allocated one stays as it is."""
         block = self.get(block_id, version)
-        if block.status is CACHED:
-            raise errors.status_refused(block_id, CACHED, "unpinned", "it is not pinned")
+        require_changeable(block, "unpin")
         self._change_status(block, ALLOCATED)
         return block
 
@@ -530,6 +527,16 @@ class PoolCore:
     def _forget_cached(self, block: Block) -> None:
         del self._cached[bisect_left(self._cached, (block.last_accessed, block.priority, block.offset))]
         del self._cached_blocks[block.offset]
+
+
+def require_changeable(block: Block, change: str) -> None:
+    """Refuse to `pin`, `unpin` or `cache` a block that cannot be."""
+    if change == "pin" and block.move is not None:
+        raise errors.block_moving(block.block_id, "pinned")
+    if change == "cache" and block.status is PINNED:
+        raise errors.status_refused(block.block_id, PINNED, "marked as cached", "unpin it first")
+    if change == "unpin" and block.status is CACHED:
+        raise errors.status_refused(block.block_id, CACHED, "unpinned", "it is not pinned")
 
 
 def _plain_values(request: AllocationRequest, now: float) -> tuple[int, int, int, float]:
