@@ -18,6 +18,7 @@ from forged.memory.book import refusals
 from forged.memory.book.attempt import Attempt
 from forged.memory.book.device import Device, Moment, Owner
 from forged.memory.book.device_table import DeviceTable
+from forged.memory.errors import argument_invalid
 from forged.memory.messages import (
     BATCH_MAX,
     Allocated,
@@ -87,7 +88,7 @@ class Allocation:
             _require_valid(one)
         attempt.missing = _not_there(device, attempt, wanted)
         if len(wanted) > 1 and len({one.name for one in wanted}) < len(wanted):
-            raise refusals.invalid("wanted", [one.name for one in wanted], "names that occur once")
+            raise argument_invalid("wanted", [one.name for one in wanted], "names that occur once")
         if attempt.missing and not self._table.block_shares.fits(owner.holder, len(attempt.missing)):
             raise refusals.blocks_full(self._table.block_shares.shortage(owner.holder))
         return attempt
@@ -303,7 +304,7 @@ class Allocation:
         device = self._table.device(request.job, request.device)
         core, change = device.core, request.change
         if change not in CHANGES:
-            raise refusals.invalid("change", change, f"one of {', '.join(CHANGES)}")
+            raise argument_invalid("change", change, f"one of {', '.join(CHANGES)}")
         require_content(request.content or "", None)
         blocks = self._blocks(device, owner, request.handles)
         for block in blocks:
@@ -329,7 +330,7 @@ class Allocation:
         refusals.require_between("handles", len(handles), 1, BATCH_MAX)
         blocks = [device.core.get(owner.block_id(handle.name), handle.version) for handle in handles]
         if len(blocks) > 1 and len({block.block_id for block in blocks}) < len(blocks):
-            raise refusals.invalid("handles", [handle.name for handle in handles], "names that occur once")
+            raise argument_invalid("handles", [handle.name for handle in handles], "names that occur once")
         return blocks
 
 
@@ -337,7 +338,7 @@ def _require_valid(wanted: Wanted) -> None:
     request = wanted.request
     refusals.require_name("name", wanted.name)
     if len(request.tensor_id) > refusals.NAME_CHARS_MAX:
-        raise refusals.invalid("tensor_id", request.tensor_id, f"at most {refusals.NAME_CHARS_MAX} characters")
+        raise argument_invalid("tensor_id", request.tensor_id, f"at most {refusals.NAME_CHARS_MAX} characters")
     if wanted.content or wanted.reload_s is not None:
         require_content(wanted.content, wanted.reload_s)
 
@@ -383,6 +384,6 @@ def _in_brief(device: Device, request: AllocationRequest) -> Shortage:
 
 def require_content(content: str, reload_s: float | None) -> None:
     if len(content) > refusals.CONTENT_CHARS_MAX:
-        raise refusals.invalid("content", content, f"at most {refusals.CONTENT_CHARS_MAX} characters")
+        raise argument_invalid("content", content, f"at most {refusals.CONTENT_CHARS_MAX} characters")
     if reload_s is not None and not 0 <= reload_s < inf:
-        raise refusals.invalid("reload_s", reload_s, "finite and >= 0")
+        raise argument_invalid("reload_s", reload_s, "finite and >= 0")

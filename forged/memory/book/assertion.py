@@ -14,6 +14,7 @@ from forged.memory.book import refusals
 from forged.memory.book.allocation import require_content
 from forged.memory.book.device import Device, Moment, Owner, same_place
 from forged.memory.book.device_table import SIZE_MAX, DeviceTable
+from forged.memory.errors import argument_invalid
 from forged.memory.messages import BATCH_MAX, AssertBlocks, Handle, HeldBlock
 from forged.memory.model import ALIGNMENT_DEFAULT, BlockStatus, MemoryBlock
 from forged.memory.pool.blocks import Block
@@ -60,17 +61,17 @@ class Assertion:
         refusals.require_between("version", held.handle.version, 1, VERSION_MAX)
         refusals.require_between("size", asserted.size, 1, SIZE_MAX)
         if asserted.status is BlockStatus.FREE:
-            raise refusals.invalid("status", asserted.status, "that of a block that is held")
+            raise argument_invalid("status", asserted.status, "that of a block that is held")
         known = device.core.find(owner.block_id(name))
         if known is not None:
             if not same_place(known, held):
                 found = f"{known.size} bytes at {known.offset}, version {known.version}"
-                raise refusals.invalid("block", name, f"as the daemon knows it ({found})")
+                raise argument_invalid("block", name, f"as the daemon knows it ({found})")
             return known, False
         if held.worker_id not in ("", owner.worker_id):
-            raise refusals.invalid("worker_id", held.worker_id, f"{owner.worker_id}, which asserts it")
+            raise argument_invalid("worker_id", held.worker_id, f"{owner.worker_id}, which asserts it")
         if not self._table.may_assert(device, owner):
-            raise refusals.invalid("block", name, "one that was allocated; the daemon has none of this name")
+            raise argument_invalid("block", name, "one that was allocated; the daemon has none of this name")
         block = device.core.claim(
             _as_claimed(owner, held, now),
             version=held.handle.version,

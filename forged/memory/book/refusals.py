@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from forged.errors import Problem, RequestRefused, Unavailable
+from forged.errors import RequestRefused, Unavailable
+from forged.memory.errors import argument_invalid
 
 NAME_CHARS_MAX = 256
 CONTENT_CHARS_MAX = 1024
@@ -81,15 +82,11 @@ def planning_busy(device: str) -> Unavailable:
     return Unavailable("memory_planning_busy", text, "try again in a second")
 
 
-def invalid(name: str, value: object, wanted: str) -> RequestRefused:
-    return RequestRefused("memory_argument_invalid", str(Problem(name, value, wanted)), f"correct {name}")
-
-
 def require_name(name: str, value: str) -> None:
     if not (value and len(value) <= NAME_CHARS_MAX and value.isprintable()):
-        raise invalid(name, value, f"1 to {NAME_CHARS_MAX} printable characters")
+        raise argument_invalid(name, value, f"1 to {NAME_CHARS_MAX} printable characters")
 
 
 def require_between(name: str, value: float, low: float, high: float) -> None:
     if not low <= value <= high:
-        raise invalid(name, value, f"{low} to {high}")
+        raise argument_invalid(name, value, f"{low} to {high}")
