@@ -309,7 +309,7 @@ class AssertBlocks(Request[list[Handle]], frozen=True):
 
     Blocks that overlap others, lie outside of the device, or that the daemon knows differently are refused, by name;
     nothing of the page is entered then. A worker asserts on the devices of other workers first: the last page for a
-    device of its own ends its assertion.
+    device of its own ends its assertion on those. Each device of its own waits for its own last page.
     """
 
     needs: ClassVar[Role] = Role.WORKER

@@ -530,6 +530,24 @@ async def test_blocks_are_asserted_after_a_restart() -> None:
 
 
 @on_virtual_time
+async def test_each_device_of_a_worker_waits_for_its_own_assertion() -> None:
+    async with memory_daemon() as memory:
+        await memory.register()
+        await memory.register(device="gpu1")
+        await memory.allocate(wanted("a", KIB), device="w0/gpu1")
+        (held,) = await memory.blocks("w0/gpu1")
+    async with memory_daemon(at_start=("w0",)) as memory:
+        await memory.register()
+        await memory.assert_blocks()
+        await memory.take("new", KIB)
+        assert (await memory.register(device="gpu1")).is_asserting
+        await refused("memory_asserting", memory.allocate(wanted("new", KIB), device="w0/gpu1"))
+        await memory.assert_blocks(held, device="w0/gpu1")
+        (new,) = await memory.allocate(wanted("new", KIB), device="w0/gpu1")
+        assert new.offset == KIB
+
+
+@on_virtual_time
 async def test_the_time_to_assert_ends() -> None:
     async with memory_daemon(at_start=("w0", "w1")) as memory:
         await memory.register()

@@ -22,6 +22,9 @@ from forged.memory.pool.moves import MovePlan
 from forged.memory.waiting import WaitingQueue
 from forged.shares import Holder
 
+WorkerKey = tuple[str, bytes]
+"""The id and the incarnation of a worker."""
+
 
 class Moment(NamedTuple):
     """A time by both clocks."""
@@ -42,6 +45,10 @@ class Owner:
     """Its own."""
     blocks: dict[Device, dict[str, None]] = field(default_factory=dict)
     """The ids of its blocks, on any device."""
+
+    @property
+    def key(self) -> WorkerKey:
+        return self.worker_id, self.incarnation
 
     def block_id(self, name: str) -> str:
         return f"{self.worker_id}:{name}"
@@ -64,7 +71,7 @@ class Device:
     queue: WaitingQueue[Attempt] = field(default_factory=WaitingQueue)
     assert_until: float | None = None
     """None: the owners of blocks have asserted them."""
-    asserted: set[tuple[str, bytes]] = field(default_factory=set)
+    asserted: set[WorkerKey] = field(default_factory=set)
     """The workers that have asserted their blocks here."""
     plan_until: float = 0.0
     """When the open compaction plan expires; 0: there is none."""

@@ -16,7 +16,7 @@ from forged.errors import ForgedError
 from forged.kernel.messages import Fact
 from forged.memory.book import refusals
 from forged.memory.book.attempt import Attempt
-from forged.memory.book.device import Device, Moment, Owner
+from forged.memory.book.device import Device, Moment, Owner, WorkerKey
 from forged.memory.messages import BlocksFreed, CompactionEnded, DeviceRegistered, DeviceRemoved, RegisterDevice
 from forged.memory.pool.blocks import Block
 from forged.memory.pool.core import PoolCore
@@ -25,9 +25,6 @@ from forged.shares import Holder, Shares
 SIZE_MAX = (1 << 63) - 1
 ASSERT_S = 30.0
 """So long after a restart of the daemon the owners of blocks have to assert them."""
-
-WorkerKey = tuple[str, bytes]
-"""The id and the incarnation of a worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +53,10 @@ class DeviceTable:
         self.device_shares = Shares("GPU devices", 0)
         self.waiting_shares = Shares("requests that wait for GPU memory", 0)
         self.set_limits(limits)
-        self._at_start: dict[str, frozenset[WorkerKey]] = {}
+        self._at_start: dict[str, set[WorkerKey]] = {}
+        """The workers that were registered when the daemon started, and are not gone."""
         self._unsettled: dict[str, set[WorkerKey]] = {}
-        """The workers that were registered when the daemon started and have not asserted their blocks."""
+        """Those of them that have asserted on no device of their own yet."""
         self.on_room: Callable[[Device, Moment], None] = lambda device, now: None
         """Called when a device has got room, or its waiting requests may be served for another reason."""
 
@@ -73,7 +71,7 @@ class DeviceTable:
 
     def begin(self, workers: Mapping[str, Iterable[WorkerKey]]) -> None:
         """The daemon starts: these workers of each job may hold blocks that it does not know."""
-        self._at_start = {job: frozenset(keys) for job, keys in workers.items()}
+        self._at_start = {job: set(keys) for job, keys in workers.items()}
         self._unsettled = {job: set(keys) for job, keys in self._at_start.items()}
 
     # Workers.
@@ -99,7 +97,7 @@ class DeviceTable:
         for device in self.jobs.get(owner.job, {}).values():
             if self.end_waiting(device, refusals.worker_gone(owner.job, owner.worker_id), owner):
                 changed.add(device)
-        self.settle_worker(owner.job, (owner.worker_id, owner.incarnation), now)
+        self._await_no_more(owner.job, owner.key, now)
         for device in sorted(changed, key=attrgetter("name")):
             self.changed(device, now)
 
@@ -160,7 +158,7 @@ class DeviceTable:
         if not self.device_shares.take(owner.holder):
             raise refusals.devices_full(self.device_shares.shortage(owner.holder))
         device = Device(owner, name, described, PoolCore(described.total_memory, self.last_epoch))
-        if self._unsettled.get(owner.job):
+        if self._is_awaiting(device):
             device.assert_until = now.monotonic + ASSERT_S
         owner.devices[name] = device
         self.jobs.setdefault(owner.job, {})[name] = device
@@ -223,26 +221,19 @@ class DeviceTable:
 
     def may_assert(self, device: Device, owner: Owner) -> bool:
         """Whether the worker may hold blocks that the daemon has forgotten: it is older, and has not asserted yet."""
-        key = owner.worker_id, owner.incarnation
-        return key in self._at_start.get(owner.job, ()) and key not in device.asserted
+        return owner.key in self._at_start.get(owner.job, ()) and owner.key not in device.asserted
+
+    def _is_awaiting(self, device: Device) -> bool:
+        """Whether the device's owner, or a worker that has asserted on no device of its own, may assert blocks here."""
+        unsettled = self._unsettled.get(device.owner.job, set())
+        return self.may_assert(device, device.owner) or not unsettled <= device.asserted
 
     def asserted(self, device: Device, owner: Owner, now: Moment) -> None:
-        """The worker has asserted all of its blocks on the device; on its own one: on all."""
-        key = owner.worker_id, owner.incarnation
-        device.asserted.add(key)
+        """The worker has asserted all of its blocks on the device; on one of its own: on those of other workers too."""
+        device.asserted.add(owner.key)
         if device.owner is owner:
-            self.settle_worker(owner.job, key, now)
-        elif device.assert_until is not None and self._unsettled.get(owner.job, set()) <= device.asserted:
-            self.settle_device(device, now)
-
-    def settle_worker(self, job: str, key: WorkerKey, now: Moment) -> None:
-        unsettled = self._unsettled.get(job)
-        if unsettled is None or key not in unsettled:
-            return
-        unsettled.discard(key)
-        for device in list(self.jobs.get(job, {}).values()):
-            if device.assert_until is not None and unsettled <= device.asserted:
-                self.settle_device(device, now)
+            self._unsettled.get(owner.job, set()).discard(owner.key)
+        self._settle(self.jobs[owner.job].values() if device.owner is owner else [device], now)
 
     def settle_gone(
         self, job: str, worker_id: str, is_registered: Callable[[str, str, bytes], bool], now: Moment
@@ -250,7 +241,19 @@ class DeviceTable:
         """A worker that was registered at the start and had no devices or blocks here yet is gone."""
         for key in list(self._unsettled.get(job, ())):
             if key[0] == worker_id and not is_registered(job, *key):
-                self.settle_worker(job, key, now)
+                self._await_no_more(job, key, now)
+
+    def _await_no_more(self, job: str, key: WorkerKey, now: Moment) -> None:
+        """The worker is gone."""
+        self._at_start.get(job, set()).discard(key)
+        self._unsettled.get(job, set()).discard(key)
+        self._settle(self.jobs.get(job, {}).values(), now)
+
+    def _settle(self, devices: Iterable[Device], now: Moment) -> None:
+        """Allocate from those of the devices on which no worker is awaited any more."""
+        for device in list(devices):
+            if device.assert_until is not None and not self._is_awaiting(device):
+                self.settle_device(device, now)
 
     def settle_device(self, device: Device, now: Moment) -> None:
         """Allocate from the device from now on."""
