@@ -25,6 +25,7 @@ from forged.memory.messages import (
     DeviceRemoved,
     FindFit,
     Handle,
+    ListBlocks,
     ListDevices,
     MemoryPressure,
     OutOfMemory,
@@ -627,6 +628,24 @@ async def test_devices_are_listed_in_pages() -> None:
         assert ([one.name for one in page.devices], page.more) == (["w0/gpu0", "w0/gpu1"], True)
         page = await memory.ask(ListDevices(JOB, page.devices[-1].name, 2))
         assert ([one.name for one in page.devices], page.more) == (["w0/gpu2"], False)
+
+
+@on_virtual_time
+async def test_blocks_are_listed_in_pages_while_they_change() -> None:
+    async with memory_daemon() as memory:
+        held = handles(await filled(memory, 8))
+        page = await memory.ask(ListBlocks(JOB, GPU, 0, 3))
+        assert ([one.handle.name for one in page.blocks], page.more) == (["b0", "b1", "b2"], True)
+        # The next page begins at b3, whatever is left of the first one.
+        await memory.free(*held[1:3])
+        page = await memory.ask(ListBlocks(JOB, GPU, 24 * KIB, 3))
+        assert [one.handle.name for one in page.blocks] == ["b3", "b4", "b5"]
+        page = await memory.ask(ListBlocks(JOB, GPU, 0, 3))
+        assert [(one.handle.name, one.block.offset) for one in page.blocks] == [
+            ("b0", 0),
+            ("", 8 * KIB),
+            ("b3", 24 * KIB),
+        ]
 
 
 @on_virtual_time

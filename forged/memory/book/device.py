@@ -81,6 +81,8 @@ class Device:
     committed: int = 0
     """Moves of the open plan."""
     next_plan_at: float = 0.0
+    last_listed: str = ""
+    """The last block of the last page that was read: the next page begins near it."""
 
     @property
     def held_bytes(self) -> int:

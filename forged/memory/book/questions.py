@@ -34,7 +34,10 @@ class MemoryQuestions:
     def blocks(self, request: ListBlocks) -> BlockPage:
         device = self._table.device(request.job, request.device)
         refusals.require_between("start", request.start, 0, SIZE_MAX)
-        return BlockPage(*take_page(map(held_block, device.core.stretches(request.start)), request.limit))
+        blocks = device.core.stretches(request.start, device.last_listed)
+        page, more = take_page(map(held_block, blocks), request.limit)
+        device.last_listed = next((held.block.block_id for held in reversed(page) if held.worker_id), "")
+        return BlockPage(page, more)
 
     def fit(self, request: FindFit) -> list[FitPlace]:
         refusals.require_between("size", request.size, 1, SIZE_MAX)

@@ -270,9 +270,14 @@ class PoolCore:
         """How many blocks are not free."""
         return len(self._blocks)
 
-    def stretches(self, start: int = 0) -> Iterator[Block]:
-        """All blocks by offset, free ones too, from the one that has the byte at `start` on."""
-        block = self._first.after
+    def stretches(self, start: int = 0, near: str = "") -> Iterator[Block]:
+        """All blocks by offset, free ones too, from the one that has the byte at `start` on.
+
+        It is looked for from the block of the id `near` on, if there is one, else from the first one on.
+        """
+        block = self._blocks.get(near, self._first.after)
+        while block.offset > start:
+            block = block.before
         while block is not self._last:
             if block.offset + block.size > start:
                 yield block

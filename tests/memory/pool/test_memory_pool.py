@@ -475,6 +475,16 @@ def test_pool_allocates_where_the_best_fit_of_its_blocks_is() -> None:
             ids.append(result.block_id)
 
 
+@pytest.mark.parametrize("near", ["", "b0", "b3", "b4", "b7"])
+def test_blocks_from_an_offset_on_do_not_depend_on_where_they_are_looked_for(near: str) -> None:
+    core = PoolCore(20)
+    for number in range(8):
+        core.allocate(AllocationRequest("t", 2, 1), 0.0, f"b{number}")
+    core.free("b3")
+    for start in range(22):
+        assert list(core.stretches(start, near)) == [block for block in core.stretches() if block.end > start]
+
+
 def test_text_of_a_block_does_not_show_its_neighbours() -> None:
     core = PoolCore(1000)
     for number in range(100):
