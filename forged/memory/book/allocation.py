@@ -35,7 +35,7 @@ from forged.memory.model import AllocationRequest, BlockStatus
 from forged.memory.pool.blocks import Block
 from forged.memory.pool.compaction import largest_hole
 from forged.memory.pool.core import require_changeable
-from forged.memory.pool.eviction import LRU, find_room
+from forged.memory.pool.eviction import find_room
 from forged.memory.pool.shortage import missing_room
 from forged.memory.waiting import WAIT_MAX_S, Waiting
 from forged.rate_limit import TokenBucket
@@ -53,8 +53,7 @@ CHANGES = ("pin", "unpin", "cache", "use", "touch")
 class Allocation:
     """What workers do with the blocks of devices."""
 
-    def __init__(self, table: DeviceTable, eviction: str = LRU) -> None:
-        self.eviction = eviction
+    def __init__(self, table: DeviceTable) -> None:
         self._table = table
         self._effort = TokenBucket(EXPLAINED_BLOCKS_PER_S, EXPLAINED_BLOCKS_MAX, 0.0)
         table.on_room = self._serve
@@ -137,7 +136,7 @@ class Allocation:
         core, request = device.core, wanted.request
         if request.size > core.free_bytes + core.cached_bytes:
             return _NONE
-        room = find_room(core, request.size, request.alignment, self.eviction)
+        room = find_room(core, request.size, request.alignment)
         # The blocks of one request do not evict each other.
         own = {attempt.owner.block_id(name) for name in attempt.found}
         if room is None or any(victim.block_id in own for victim in room.victims):
