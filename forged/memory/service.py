@@ -257,6 +257,7 @@ class MemoryService:
             self.table.settle_device(device, now)
         self._compactions.expire(device, now)
         self._compactions.plan_for_waiting(device, now)
+        self._allocation.search_if_due(device, now)
         device.usage.observe(device.held_bytes, now.monotonic)
         crossing = device.level.crossed(device.pressure)
         if crossing is not None:

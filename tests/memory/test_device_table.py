@@ -224,6 +224,7 @@ class Tenants(RuleBasedStateMachine):
                 self.table.settle_device(device, self._moment())
             self.compactions.expire(device, self._moment())
             self.compactions.plan_for_waiting(device, self._moment())
+            self.allocation.search_if_due(device, self._moment())
         for waiting in [one for one in self.waiting if one.deadline <= self.now]:
             self.waiting.remove(waiting)
             self.allocation.end_wait(waiting, self._moment())

@@ -10,7 +10,7 @@ from forged.auth.model import Principal, Role
 from forged.elastic.messages import WorkerLeft
 from forged.errors import ForgedError, RequestRefused, Unavailable
 from forged.jobs.model import JobRemoved
-from forged.memory.book import compactions
+from forged.memory.book import allocation, compactions
 from forged.memory.book.allocation import SEARCHES_MAX
 from forged.memory.book.compactions import PLAN_S
 from forged.memory.book.device_table import ASSERT_S, MemoryLimits
@@ -33,6 +33,9 @@ from forged.memory.messages import (
     RegisterDevice,
 )
 from forged.memory.model import BlockStatus, GpuDevice
+from forged.memory.pool import eviction
+from forged.memory.pool.core import PoolCore
+from forged.memory.pool.eviction import RoomPlan
 from forged.memory.waiting import PASSED_S
 from tests.kernel_fixture import Kernel, on_virtual_time
 from tests.memory.memory_fixture import GPU, INCARNATION, JOB, KIB, MemoryDaemon, memory_daemon, wanted
@@ -365,6 +368,41 @@ async def test_requests_that_wait_are_bounded() -> None:
             tasks.start_soon(lambda: memory.allocate(wanted("a", KIB), wait_s=5.0))
             await anyio.sleep(0.1)
             await refused("memory_waiting_full", memory.allocate(wanted("b", KIB), wait_s=5.0))
+
+
+@on_virtual_time
+async def test_searches_for_a_request_that_waits_take_a_bounded_share_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[int] = []
+
+    def find_room(core: PoolCore, size: int, alignment: int) -> RoomPlan | None:
+        searched.append(size)
+        return eviction.find_room(core, size, alignment)
+
+    monkeypatch.setattr(allocation, "find_room", find_room)
+    monkeypatch.setattr(allocation, "SEARCHED_BLOCKS_MAX", 4)
+    monkeypatch.setattr(allocation, "SEARCHED_BLOCKS_PER_S", 1)
+    monkeypatch.setattr(compactions, "PLAN_BLOCKS_MAX", 0)
+    async with memory_daemon() as memory:
+        held = handles(await filled(memory, 8))
+        await memory.change("cache", *held[:7:2])
+        replies: list[Allocated] = []
+
+        async def wait() -> None:
+            replies.extend(await memory.allocate(wanted("large", 24 * KIB), wait_s=60.0))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(wait)
+            await anyio.sleep(0.1)
+            assert len(searched) == 1
+            # There is time for the first of these searches only, although there is room after the second one.
+            await memory.free(held[7])
+            await memory.free(held[1])
+            assert len(searched) == 2
+            assert not replies
+            await anyio.sleep(5.0)
+            assert len(searched) == 3
+            assert len(replies) == 1
+        assert replies[0].evicted == ["w0:b0", "w0:b2"]
 
 
 # Workers that are gone.

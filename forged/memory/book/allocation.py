@@ -44,8 +44,8 @@ EVICTED_NAMED_MAX = 100
 SEARCHES_MAX = 4
 """After so many blocks of a request that do not fit nothing is evicted for the others, and they are not explained in
 detail: both take up to 1 us for each block of the device."""
-EXPLAINED_BLOCKS_PER_S, EXPLAINED_BLOCKS_MAX = 100_000, 400_000
-"""Devices with so many blocks are searched for explanations in a second, and at once."""
+SEARCHED_BLOCKS_PER_S, SEARCHED_BLOCKS_MAX = 100_000, 400_000
+"""So many blocks are searched for explanations in a second, and at once; as many for requests that wait."""
 _NONE: Sequence[Block] = ()
 CHANGES = ("pin", "unpin", "cache", "use", "touch")
 
@@ -55,7 +55,8 @@ class Allocation:
 
     def __init__(self, table: DeviceTable) -> None:
         self._table = table
-        self._effort = TokenBucket(EXPLAINED_BLOCKS_PER_S, EXPLAINED_BLOCKS_MAX, 0.0)
+        self._explaining = TokenBucket(SEARCHED_BLOCKS_PER_S, SEARCHED_BLOCKS_MAX, 0.0)
+        self._evicting = TokenBucket(SEARCHED_BLOCKS_PER_S, SEARCHED_BLOCKS_MAX, 0.0)
         table.on_room = self._serve
 
     # Allocating.
@@ -128,13 +129,15 @@ class Allocation:
         block = _allocated(device, attempt.owner, wanted, now)
         if block is not None or not evict:
             return block, _NONE
-        victims = self._make_room(device, attempt, wanted)
+        victims = self._make_room(device, attempt, wanted, now)
         return (_allocated(device, attempt.owner, wanted, now) if victims else None), victims
 
-    def _make_room(self, device: Device, attempt: Attempt, wanted: Wanted) -> Sequence[Block]:
+    def _make_room(self, device: Device, attempt: Attempt, wanted: Wanted, now: Moment) -> Sequence[Block]:
         """Evict so that a block fits for which there is no hole; the blocks that gave way, none if it cannot fit."""
         core, request = device.core, wanted.request
         if request.size > core.free_bytes + core.cached_bytes:
+            return _NONE
+        if attempt.waits and not self._may_search(device, now):
             return _NONE
         room = find_room(core, request.size, request.alignment)
         # The blocks of one request do not evict each other.
@@ -143,6 +146,12 @@ class Allocation:
             return _NONE
         core.evict_blocks(room.victims)
         return room.victims
+
+    def _may_search(self, device: Device, now: Moment) -> bool:
+        """Whether there is time for one more search for a request that waits, which is tried at every change."""
+        may = self._evicting.take(min(device.core.cached_count, SEARCHED_BLOCKS_MAX), now.monotonic)
+        device.is_search_due = not may
+        return may
 
     def _take_back(self, device: Device, attempt: Attempt, got: Sequence[Block], evicted: Sequence[Block]) -> None:
         """Undo an attempt: its blocks are free again, and what gave way is where it was."""
@@ -178,6 +187,7 @@ class Allocation:
         device = self._table.device(attempt.request.job, attempt.request.device)
         if not self._table.waiting_shares.take(attempt.owner.holder):
             raise refusals.waiting_full(self._table.waiting_shares.shortage(attempt.owner.holder))
+        attempt.waits = True
         wait_s = min(attempt.request.wait_s, WAIT_MAX_S)
         return device.queue.add(attempt, attempt.priority, now.monotonic, wait_s)
 
@@ -192,6 +202,12 @@ class Allocation:
         if device.plan_for is attempt:
             device.plan_for = None
         if not attempt.is_done:
+            self._serve(device, now)
+
+    def search_if_due(self, device: Device, now: Moment) -> None:
+        """Try the requests that wait again if there was no time for a search when the device last changed."""
+        if device.is_search_due:
+            device.is_search_due = False
             self._serve(device, now)
 
     def _serve(self, device: Device, now: Moment) -> None:
@@ -241,7 +257,7 @@ class Allocation:
                 attempt.found[wanted.name] = Allocated(wanted.name)
 
     def _shortage(self, device: Device, request: AllocationRequest, now: Moment, *, in_detail: bool) -> Shortage:
-        if not in_detail or not self._effort.take(len(device.core), now.monotonic):
+        if not in_detail or not self._explaining.take(len(device.core), now.monotonic):
             return _in_brief(device, request)
         missing = missing_room(device.core, request.size, request.alignment, lambda block: block.block_id)
         reason, fix = missing.reason, missing.fix

@@ -28,6 +28,8 @@ class Attempt:
     found: dict[str, Allocated] = field(default_factory=dict)
     error: ForgedError | None = None
     """Why it has ended without an answer: its device or worker is gone."""
+    waits: bool = False
+    """Whether it has been queued: it is tried again whenever its device changes."""
     wake: Callable[[], None] = lambda: None
     """Called when it has ended."""
 

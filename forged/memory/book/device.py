@@ -81,6 +81,8 @@ class Device:
     committed: int = 0
     """Moves of the open plan."""
     next_plan_at: float = 0.0
+    is_search_due: bool = False
+    """Whether cached blocks have not been searched for a request that waits, for want of time."""
     last_listed: str = ""
     """The last block of the last page that was read: the next page begins near it."""
 

@@ -270,6 +270,10 @@ class PoolCore:
         """How many blocks are not free."""
         return len(self._blocks)
 
+    @property
+    def cached_count(self) -> int:
+        return len(self._cached)
+
     def stretches(self, start: int = 0, near: str = "") -> Iterator[Block]:
         """All blocks by offset, free ones too, from the one that has the byte at `start` on.
 
