@@ -12,6 +12,7 @@ from typing import Any
 from forged.cli.forgectl import tables
 from forged.cli.forgectl.answers import RANK_NONE, Row, known
 from forged.cli.forgectl.commands import data
+from forged.phrases import bytes_text
 
 _CLAUSES: Mapping[str, tuple[str, ...]] = {
     "WorkerJoined": ("{worker} joined and waits for a rank",),
@@ -183,26 +184,26 @@ _CLAUSES: Mapping[str, tuple[str, ...]] = {
     "ModelPolicyChanged": ("model {model_id} has another policy", " ({policy})", ", by {by}", ": {reason}"),
     "ModelTagged": ("{model_id}@{version} is tagged", " with {set}", ", without {removed}", ", by {by}"),
     "ModelDeleted": ("{model_id}@{version} is deleted", ", by {by}", ": {reason}"),
-    "DeviceRegistered": ("device {device} is registered", ", {total_memory}"),
-    "DeviceRemoved": ("device {device} is gone", " with {blocks:block}", " ({bytes})", ": {reason}"),
-    "BlocksFreed": ("{blocks:block} of {worker_id} on {device} are free", " ({bytes})", ": {reason}"),
+    "DeviceRegistered": ("device {device} is registered", ", {total_memory:memory}"),
+    "DeviceRemoved": ("device {device} is gone", " with {blocks:block}", " ({bytes:memory})", ": {reason}"),
+    "BlocksFreed": ("{blocks:block} of {worker_id} on {device} are free", " ({bytes:memory})", ": {reason}"),
     "MemoryPressure": (
         "memory pressure of {device} {rising} {threshold}",
         " ({pressure})",
         ", out of memory in {seconds_to_oom}",
     ),
     "OutOfMemory": (
-        "{worker_id} gets no {size} on {device}",
+        "{worker_id} gets no {size:memory} on {device}",
         " for {tensor_id}",
-        ": {total_free} free",
-        ", {largest_hole} of it together",
-        ", {evictable_bytes} evictable",
+        ": {total_free:memory} free",
+        ", {largest_hole:memory} of it together",
+        ", {evictable_bytes:memory} evictable",
         "; in the way: {blocking}",
         "; {fix}",
     ),
     "BlockEvicted": (
         "{count:block} on {device} gave way",
-        " ({bytes})",
+        " ({bytes:memory})",
         " to {worker_id}",
         " for {tensor_id}",
         ": {blocks}",
@@ -210,8 +211,8 @@ _CLAUSES: Mapping[str, tuple[str, ...]] = {
     "CompactionPlanned": (
         "compaction {epoch} of {device} is planned",
         ": {moves:move}",
-        ", {bytes}",
-        ", opens {opens}",
+        ", {bytes:memory}",
+        ", opens {opens:memory}",
         " ({reason})",
     ),
     "CompactionEnded": (
@@ -223,8 +224,9 @@ _CLAUSES: Mapping[str, tuple[str, ...]] = {
 }
 """The clauses of each sentence. A clause is left out if a field is missing; without the first there is no sentence.
 
-`{count:shard}` is a count with its noun.
+`{count:shard}` is a count with its noun, `{bytes:memory}` a size in powers of 1024, as `forgectl memory` shows it.
 """
+MEMORY = "memory"
 _FIELD = re.compile(r"\{(\w+)(?::(\w+))?\}")
 _FOLLOWS = frozenset({"type", "priority", "threshold", "baseline", "entry"})
 """Fields that follow from the others."""
@@ -270,6 +272,8 @@ def _field(name: str, value: Any, noun: str) -> str:
         value = _world_size(value)
     if (name == "rank" and value == RANK_NONE) or (name in _EMPTY_AT_0 and value == 0):
         return ""
+    if noun == MEMORY:
+        return bytes_text(value) if isinstance(value, int) and value > 0 else ""
     if noun and isinstance(value, int):
         return tables.counted(value, noun)
     if name == "in_background":
@@ -329,7 +333,6 @@ _IN_WORDS: Mapping[str, Callable[[Any], str]] = {
     "last_held_by": _restart,
     "bytes": _size,
     "size_bytes": _size,
-    **dict.fromkeys(("total_memory", "size", "total_free", "largest_hole", "evictable_bytes", "opens"), _size),
     "seconds": _duration,
     "seconds_to_oom": _duration,
     "pressure": _figure,

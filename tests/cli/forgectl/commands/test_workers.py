@@ -735,6 +735,39 @@ class TestFactSentences:
                 "the emergency checkpoint after the failure of w0 was not saved (step 1200): no space",
             ),
             (
+                "DeviceRegistered",
+                {"device": "w0/gpu0", "total_memory": 80 << 30},
+                "device w0/gpu0 is registered, 80.0 GiB",
+            ),
+            (
+                "OutOfMemory",
+                {
+                    "device": "w0/gpu0",
+                    "worker_id": "w1",
+                    "tensor_id": "kv",
+                    "size": 3 << 20,
+                    "total_free": 1 << 20,
+                    "largest_hole": 1 << 10,
+                    "evictable_bytes": 0,
+                    "blocking": ["w0:a"],
+                    "fix": "free w0:a",
+                },
+                "w1 gets no 3.00 MiB on w0/gpu0 for kv: 1.00 MiB free, 1.00 KiB of it together; in the way: w0:a; "
+                "free w0:a",
+            ),
+            (
+                "BlockEvicted",
+                {
+                    "device": "w0/gpu0",
+                    "blocks": ["w0:a"],
+                    "count": 1,
+                    "bytes": 1536,
+                    "tensor_id": "kv",
+                    "worker_id": "w1",
+                },
+                "1 block on w0/gpu0 gave way (1.50 KiB) to w1 for kv: w0:a",
+            ),
+            (
                 "ModelRegistered",
                 MODEL | {"state": "staging", "checksum": "sha256:0", "is_import": True, "checkpoint_id": ""},
                 "vision/net@1.2.0 is registered as staging by ann (imported), checksum sha256:0",
