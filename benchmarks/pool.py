@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from time import process_time
 
-from sortedcontainers import SortedList  # type: ignore[import-untyped]
+from sortedcontainers import SortedList
 
 from benchmarks.harness import Figure, interleaved, main
 from forged.memory import AllocationRequest, GpuDevice, MemoryPool
@@ -116,11 +117,7 @@ def _rates(live: int, rounds: int, operations: int) -> dict[str, float]:
     # The holes are of their final number and sizes once each block has been replaced twice.
     for pool in pools.values():
         pool.rate(2 * live)
-    subjects: dict[str, Callable[[], float]] = {
-        name: lambda pool=pool: pool.rate(operations)  # type: ignore[misc]
-        for name, pool in pools.items()
-    }
-    return interleaved(rounds, subjects)
+    return interleaved(rounds, {name: partial(pool.rate, operations) for name, pool in pools.items()})
 
 
 def _measure(quick: bool) -> Sequence[Figure]:
