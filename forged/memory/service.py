@@ -3,7 +3,7 @@
 Invariants:
 - A request in the name of a worker is refused unless its incarnation is that of the registered worker.
 - Nothing of the pools is durable: after a restart of the daemon workers register their devices and assert their blocks.
-- No allocation is a fact; facts of one device that can come often are limited, and the log counts what was left out.
+- No allocation is a fact; facts that can come often are limited for each job, and the log counts what was left out.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ from forged.memory.messages import (
     RegisterDevice,
 )
 from forged.memory.ports import WorkersPort
-from forged.memory.waiting import WAIT_MAX_S
 from forged.rate_limit import RateLimit
 
 OWNER = "memory"
@@ -61,6 +60,8 @@ TICK_S = 0.5
 FACTS_PER_S, FACTS_BURST = 1.0, 20.0
 """Of evictions and shortages, for each job."""
 TERM_BITS = 32
+WAIT_MAX_S = 600.0
+"""No request waits longer."""
 
 WorkersRequest = RegisterDevice | AllocateMemory | FreeMemory | ChangeBlocks | AssertBlocks | CommitMove
 

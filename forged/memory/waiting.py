@@ -1,11 +1,10 @@
-"""Requests that wait for memory: their order, and when they are given up.
+"""Requests that wait for memory: the order in which they are served.
 
 Invariants:
 - A request is served before every less important or later one; each step of priority is worth `AGING_S` of waiting, so
   that an unimportant request waits at most `2 * PRIORITY_MAX * AGING_S` longer than the most important ones after it.
 - A request that does not wait may take memory past those that do, but not once the first of them has been passed for
   `PASSED_S`: small requests do not keep a large one from its hole for ever.
-- Deadlines at the same instant are met in the order of service.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ PRIORITY_MAX = 10
 """Higher and lower priorities count as this one, so that aging overcomes every difference."""
 AGING_S = 5.0
 PASSED_S = 5.0
-WAIT_MAX_S = 600.0
-"""No request waits longer."""
 
 
 class Place(NamedTuple):
@@ -36,7 +33,6 @@ class Waiting(NamedTuple, Generic[T]):
 
     place: Place
     since: float
-    deadline: float
     request: T
 
 
@@ -59,10 +55,10 @@ class WaitingQueue(Generic[T]):
         """In the order of service."""
         return iter(tuple(self._waiting))
 
-    def add(self, request: T, priority: int, now: float, wait_s: float) -> Waiting[T]:
+    def add(self, request: T, priority: int, now: float) -> Waiting[T]:
         self._last_number += 1
         place = Place(rank_of(priority, now), self._last_number)
-        waiting = Waiting(place, now, now + min(max(wait_s, 0.0), WAIT_MAX_S), request)
+        waiting = Waiting(place, now, request)
         insort(self._waiting, waiting, key=lambda one: one.place)
         return waiting
 

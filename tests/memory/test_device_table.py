@@ -39,6 +39,7 @@ WORKERS = ("w0", "w1", "w2")
 DEVICES = ("w0/gpu", "w1/gpu")
 NAMES = tuple("abcdef")
 INCARNATION = b"1" * 16
+WAIT_S = 30.0
 
 workers = st.sampled_from(WORKERS)
 devices = st.sampled_from(DEVICES)
@@ -54,6 +55,7 @@ class Tenants(RuleBasedStateMachine):
         self.believed: dict[tuple[str, str, str], HeldBlock] = {}
         """By device, worker and name: as the worker was told."""
         self.waiting: list[Waiting[Attempt]] = []
+        """Each has the deadline `since + WAIT_S`."""
         self._start(frozenset())
 
     def _start(self, at_start: frozenset[tuple[str, bytes]]) -> None:
@@ -117,7 +119,7 @@ class Tenants(RuleBasedStateMachine):
         waits=st.booleans(),
     )
     def allocate_somehow(self, worker: str, device: str, sizes: dict[str, int], waits: bool, **more: Any) -> None:
-        self._allocate(worker, device, sizes, wait_s=30.0 if waits else 0.0, **more)
+        self._allocate(worker, device, sizes, wait_s=WAIT_S if waits else 0.0, **more)
 
     def _allocate(
         self,
@@ -225,7 +227,7 @@ class Tenants(RuleBasedStateMachine):
             self.compactions.expire(device, self._moment())
             self.compactions.plan_for_waiting(device, self._moment())
             self.allocation.search_if_due(device, self._moment())
-        for waiting in [one for one in self.waiting if one.deadline <= self.now]:
+        for waiting in [one for one in self.waiting if one.since + WAIT_S <= self.now]:
             self.waiting.remove(waiting)
             self.allocation.end_wait(waiting, self._moment())
         self._learn()

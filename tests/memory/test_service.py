@@ -290,6 +290,7 @@ async def test_request_that_is_repeated_while_it_waits_gets_the_same_block() -> 
 async def test_a_wait_ends_at_its_deadline_with_an_explanation() -> None:
     async with memory_daemon() as memory:
         await filled(memory)
+        await refused("memory_argument_invalid", memory.allocate(wanted("late", 16 * KIB), wait_s=601.0))
         (reply,) = await memory.allocate(wanted("late", 16 * KIB), wait_s=5.0)
         assert reply.shortage is not None
         assert "free or cache" in reply.shortage.fix

@@ -37,7 +37,7 @@ from forged.memory.pool.compaction import largest_hole
 from forged.memory.pool.core import require_changeable
 from forged.memory.pool.eviction import find_room
 from forged.memory.pool.shortage import missing_room
-from forged.memory.waiting import WAIT_MAX_S, Waiting
+from forged.memory.waiting import Waiting
 from forged.rate_limit import TokenBucket
 
 EVICTED_NAMED_MAX = 100
@@ -188,8 +188,7 @@ class Allocation:
         if not self._table.waiting_shares.take(attempt.owner.holder):
             raise refusals.waiting_full(self._table.waiting_shares.shortage(attempt.owner.holder))
         attempt.waits = True
-        wait_s = min(attempt.request.wait_s, WAIT_MAX_S)
-        return device.queue.add(attempt, attempt.priority, now.monotonic, wait_s)
+        return device.queue.add(attempt, attempt.priority, now.monotonic)
 
     def end_wait(self, waiting: Waiting[Attempt], now: Moment) -> None:
         """The attempt waits no more: it is done, or given up."""

@@ -1,4 +1,4 @@
-"""The lifetimes of buffers as columns: which buffers are alive together, and when memory is scarce.
+"""The lifetimes of buffers as columns: which buffers are alive together.
 
 A section is a moment at which no further buffer can be alive: every two buffers that are alive together are so in a
 section, so that sections replace times. There are at most as many sections as buffers.
@@ -27,26 +27,16 @@ class Lifetimes:
         dtype = np.int64 if self.total < EXACT_MAX else object
         self.sizes: Integers = np.array([buffer.size for buffer in buffers], dtype)
         self.durations = np.array([float(buffer.upper - buffer.lower) for buffer in buffers])
-        self.first, self.last, self.sections = _sections(buffers, trace)
-
-    def __len__(self) -> int:
-        return len(self.sizes)
+        self.first, self.last = _sections(buffers, trace)
 
     def components(self, ids: Integers) -> list[Integers]:
         """The buffers in groups that have no section in common; `ids` are in the order of `first`."""
         ends = np.maximum.accumulate(self.last[ids])
         return np.split(ids, np.flatnonzero(ends[:-1] <= self.first[ids][1:]) + 1)
 
-    def live_bytes(self) -> Integers:
-        """The bytes alive in each section."""
-        changes: Integers = np.zeros(self.sections + 1, self.sizes.dtype)
-        np.add.at(changes, self.first, self.sizes)
-        np.subtract.at(changes, self.last, self.sizes)
-        return np.add.accumulate(changes)[:-1]
 
-
-def _sections(buffers: Sequence[Buffer], trace: Sequence[Event]) -> tuple[Integers, Integers, int]:
-    """The first section of each buffer, the one after its last, and how many there are."""
+def _sections(buffers: Sequence[Buffer], trace: Sequence[Event]) -> tuple[Integers, Integers]:
+    """The first section of each buffer, and the one after its last."""
     index = {buffer.id: number for number, buffer in enumerate(buffers)}
     first, last = np.zeros(len(buffers), np.int64), np.zeros(len(buffers), np.int64)
     section = 0
@@ -59,4 +49,4 @@ def _sections(buffers: Sequence[Buffer], trace: Sequence[Event]) -> tuple[Intege
         is_new = event.is_allocation
         if not event.is_allocation:
             last[index[event.buffer.id]] = section
-    return first, last, section
+    return first, last

@@ -93,10 +93,6 @@ def peak_of(trace: Iterable[Event]) -> int:
     return peak
 
 
-def height_of(buffers: Iterable[Buffer], offsets: Mapping[BufferId, int]) -> int:
-    return max((offsets[buffer.id] + buffer.size for buffer in buffers if buffer.id in offsets), default=0)
-
-
 def checked_capacity(capacity: int) -> int:
     if not is_integer(capacity) or capacity < 0:
         raise argument_invalid("capacity", capacity, "an integer and at least 0")
