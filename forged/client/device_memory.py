@@ -113,10 +113,9 @@ class DeviceMemory:
     async def free(self, *names: str) -> None:
         """Free blocks; those that were evicted meanwhile are free already."""
         async with self._lock:
-            held = self._named(names)
-            for one in held:
-                del self._blocks[one.handle.name]
-            for page in _pages(held):
+            for page in _pages(self._named(names)):
+                for one in page:
+                    self._blocks.pop(one.handle.name, None)
                 await self._free(page)
 
     async def change(self, change: str, *names: str, content: str | None = None) -> None:

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from forged.client import ForgedClient
+from forged.client import ForgedClient, device_memory
 from forged.client.device_memory import DeviceMemory
 from forged.elastic.messages import JoinJob, LeaveJob
 from forged.elastic.model import WorkerId
 from forged.errors import RequestRefused, Unavailable
 from forged.memory.messages import HeldBlock, Move, Wanted
 from forged.memory.model import AllocationRequest, BlockStatus, GpuDevice
-from tests.client.daemon_runner import SOON, DaemonRunner, config_in
+from tests.client.daemon_runner import SOON, DaemonRunner
 
 JOB = "run"
 GPU = "w0/gpu0"
@@ -28,14 +28,6 @@ SIZE = 1 << 10
 BLOCKS = 4
 TOTAL = BLOCKS * SIZE
 DEVICE = GpuDevice("gpu0", TOTAL)
-
-
-@pytest.fixture
-async def runner(tmp_path: Path) -> AsyncIterator[DaemonRunner]:
-    runner = DaemonRunner(config_in(tmp_path))
-    await runner.open()
-    yield runner
-    await runner.close()
 
 
 @pytest.fixture
@@ -169,6 +161,24 @@ async def test_blocks_are_allocated_and_freed_in_batches(client: ForgedClient) -
         replies = await memory.allocate(*map(wanted, names))
         assert [one.name for one in replies if one.handle is not None] == names
         await memory.free(*names)
+        assert await held(client) == {}
+
+
+async def test_blocks_that_could_not_be_freed_are_still_held(
+    client: ForgedClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*request: object) -> None:
+        raise Unavailable("daemon_away", "the daemon is away")
+
+    monkeypatch.setattr(device_memory, "BATCH_MAX", 2)
+    async with memory_of(client) as memory:
+        await memory.allocate(*map(wanted, "abcd"))
+        with monkeypatch.context() as patch:
+            patch.setattr(client, "free_memory", fail)
+            with pytest.raises(Unavailable):
+                await memory.free(*"abcd")
+        assert sorted(memory.blocks) == list("abcd")
+        await memory.free(*"abcd")
         assert await held(client) == {}
 
 
