@@ -173,7 +173,7 @@ class DeviceRemoved(Fact, frozen=True):
 
 
 class BlocksFreed(Fact, frozen=True):
-    """The blocks that a worker held on the devices of others are free: it has left or failed."""
+    """The blocks that a worker held on the devices of other workers are free: it has left or failed."""
 
     device: str
     worker_id: str

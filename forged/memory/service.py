@@ -103,7 +103,7 @@ class MemoryService:
         bus.on(JobRemoved, self._job_removed, name="memory.removal")
 
     async def load(self, store: Store) -> None:
-        """Note who was registered when the daemon started; what the pools have is not stored, and stays."""
+        """Note which workers are registered at the start; a later call changes nothing, as pools are not stored."""
         if not self._has_begun:
             self._has_begun = True
             self.table.last_epoch = self._bus.ledger.term << TERM_BITS

@@ -59,7 +59,7 @@ class Owner:
 
 @dataclass(eq=False, slots=True)
 class Device:
-    """A device, and who uses it."""
+    """A device with its pool, the requests that wait for it, and its compaction plan."""
 
     owner: Owner
     name: str

@@ -46,7 +46,7 @@ class MovePlan(msgspec.Struct, frozen=True, gc=False):
         return msgspec.structs.replace(self, epoch=epoch)
 
     def regions(self) -> list[tuple[int, int]]:
-        """The stretches that nobody else may be given meanwhile: their offsets and ends, ascending."""
+        """The stretches that are kept from allocations meanwhile: their offsets and ends, ascending."""
         found = [(move.destination, move.destination + move.size) for move in self.moves]
         if self.hole is not None:
             found.append((self.hole[0], sum(self.hole)))
