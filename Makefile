@@ -7,6 +7,9 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PEERS := $(VENV)/peers
 PEERS_READY := $(PEERS)/.ready
+# torch is large, and the checks and all other tests need none of it.
+TORCH := $(VENV)-torch
+TORCH_READY := $(TORCH)/.ready
 # What tests import again and again, also where the environment says otherwise, is compiled once.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -20,7 +23,7 @@ HOSTILE_S ?= 300
 SMOKE ?= tests/test_init.py tests/test_daemon.py tests/test_errors.py tests/config tests/telemetry tests/kernel/bus tests/net/protocol tests/client
 SLOW_PYTEST := $(BIN)/pytest -o faulthandler_timeout=0
 
-.PHONY: demo test check smoke bench bench-torch soak mutants wheel clean
+.PHONY: demo test test-torch check smoke bench bench-torch soak mutants wheel clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -42,6 +45,16 @@ check: $(READY)
 test: check
 	$(BIN)/pytest -n 3 --dist worksteal
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --check-coverage
+
+$(TORCH_READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(TORCH)
+	$(TORCH)/bin/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[torch]' \
+		hypothesis pytest pytest-asyncio pytest-xdist safetensors
+	touch $@
+
+# The tests of forged.torch, in an environment with torch.
+test-torch: $(TORCH_READY)
+	$(TORCH)/bin/pytest -n 2 --dist worksteal tests/torch
 
 # Import, commands and a fast share of the tests: enough to see that another interpreter works.
 smoke: $(READY)
