@@ -9,7 +9,6 @@ Invariants:
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from typing import Any, TypeGuard
@@ -18,6 +17,7 @@ import msgspec
 
 from forged.catalog.errors import argument_invalid
 from forged.errors import ConfigError, Problem
+from forged.numbers import as_finite, as_float, as_integer
 
 EPOCH_MAX = 2**32 - 1
 STEP_MAX = 2**64 - 1
@@ -186,23 +186,17 @@ def checked_request(request: CreateCheckpointRequest) -> CreateCheckpointRequest
 
 
 def checked_count(name: str, value: Any, most: int) -> int:
-    """The value as an integer from 0 to `most`; numpy's integers are taken too."""
-    try:
-        number = -1 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = -1
-    if not 0 <= number <= most:
+    """The value as an integer from 0 to `most`."""
+    number = as_integer(value)
+    if number is None or not 0 <= number <= most:
         raise argument_invalid(name, value, f"an integer from 0 to {most}")
     return number
 
 
 def checked_time(name: str, value: Any) -> float:
     """The time as finite seconds: NaN has no place in an order."""
-    try:
-        seconds = float(value)
-    except (TypeError, ValueError, OverflowError):
-        seconds = math.nan
-    if not math.isfinite(seconds):
+    seconds = as_finite(value)
+    if seconds is None:
         raise argument_invalid(name, value, "finite seconds")
     return seconds
 
@@ -228,7 +222,7 @@ def _checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 def _checked_metric(key: str, value: Any) -> float:
     """A metric may be infinite or NaN: training diverges."""
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError):
-        raise argument_invalid(f"metrics[{key!r}]", value, "a number") from None
+    metric = as_float(value)
+    if metric is None:
+        raise argument_invalid(f"metrics[{key!r}]", value, "a number")
+    return metric

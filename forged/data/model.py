@@ -9,11 +9,10 @@ Invariants:
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, SupportsIndex, cast
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -21,6 +20,7 @@ import numpy.typing as npt
 
 from forged.elastic.model import WorkerId
 from forged.errors import RequestRefused
+from forged.numbers import as_integer
 
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 Indices = npt.NDArray[np.int64]
@@ -175,20 +175,8 @@ class TransferPace(msgspec.Struct, frozen=True):
         return self.bytes_per_sample / self.bytes_per_second
 
 
-def whole(number: object) -> int | None:
-    """The number of a script as an int; None if it is not a whole number. Numpy integers count, booleans do not."""
-    if type(number) is int:
-        return number
-    if isinstance(number, (bool, np.bool_)):
-        return None
-    try:
-        return operator.index(cast("SupportsIndex", number))
-    except TypeError:
-        return None
-
-
 def _check(field: str, value: int, least: int, most: int) -> int:
-    found = whole(value)
+    found = as_integer(value)
     if found is None or not least <= found <= most:
         shown = value if isinstance(value, int) and value.bit_length() <= 64 else f"a {type(value).__name__}"
         raise RequestRefused(
@@ -201,7 +189,7 @@ def _check(field: str, value: int, least: int, most: int) -> int:
 
 def check_shard(shard: object) -> int:
     """The shard id as an int; refused where a restart would not recognise the file named after it."""
-    number = whole(shard)
+    number = as_integer(shard)
     if number is None or not 0 <= number <= SHARD_ID_MAX:
         raise RequestRefused(
             "shard_invalid", f"shard must be a whole number from 0 to {SHARD_ID_MAX}, got {shard!r:.100}", "pass its id"

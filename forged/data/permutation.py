@@ -18,8 +18,8 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from forged.data.model import whole
 from forged.errors import Problem, RequestRefused
+from forged.numbers import as_integer
 
 Indices = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
@@ -119,7 +119,7 @@ class _Rounds:
 
 def check_whole(code: str, name: str, number: object, least: int, most: int) -> int:
     """The number as an int; refused outside these bounds."""
-    found = whole(number)
+    found = as_integer(number)
     if found is None or not least <= found <= most:
         problem = Problem(name, number, f"a whole number from {least} to {most}")
         raise RequestRefused(code, str(problem))

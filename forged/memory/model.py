@@ -7,14 +7,13 @@ Invariants:
 
 from __future__ import annotations
 
-import math
-import operator
 from enum import StrEnum
 from typing import Any, NamedTuple
 
 import msgspec
 
 from forged.memory.errors import argument_invalid
+from forged.numbers import as_finite, as_integer
 
 ALIGNMENT_DEFAULT = 256
 
@@ -116,22 +115,16 @@ def checked_device(device: Any) -> GpuDevice:
 
 
 def checked_size(name: str, value: Any) -> int:
-    """The value as an integer that is not negative; numpy's integers are taken too."""
-    try:
-        number = -1 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = -1
-    if number < 0:
+    """The value as an integer that is not negative."""
+    number = as_integer(value)
+    if number is None or number < 0:
         raise argument_invalid(name, value, "an integer >= 0")
     return number
 
 
 def checked_time(name: str, value: Any) -> float:
     """The time as finite seconds: NaN has no place in an order."""
-    try:
-        seconds = float(value)
-    except (TypeError, ValueError, OverflowError):
-        seconds = math.nan
-    if not math.isfinite(seconds):
+    seconds = as_finite(value)
+    if seconds is None:
         raise argument_invalid(name, value, "finite seconds")
     return seconds

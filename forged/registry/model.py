@@ -7,8 +7,6 @@ Invariants:
 
 from __future__ import annotations
 
-import math
-import operator
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Annotated, Any
@@ -16,6 +14,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec.structs import force_setattr, replace
 
+from forged.numbers import as_finite, as_float, as_integer
 from forged.registry.errors import argument_invalid
 
 NUMBER_MAX = 2**32 - 1
@@ -161,16 +160,16 @@ def checked_state(state: Any) -> DeploymentState:
 
 def checked_number(name: str, value: Any) -> float:
     """The value as a float; it may be infinite or NaN."""
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError):
-        raise argument_invalid(name, value, "a number") from None
+    number = as_float(value)
+    if number is None:
+        raise argument_invalid(name, value, "a number")
+    return number
 
 
 def checked_time(name: str, value: Any) -> float:
     """The time as finite seconds: NaN has no place in an order."""
-    seconds = checked_number(name, value)
-    if not math.isfinite(seconds):
+    seconds = as_finite(value)
+    if seconds is None:
         raise argument_invalid(name, value, "finite seconds")
     return seconds
 
@@ -186,12 +185,9 @@ def _checked_shape(name: str, shape: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _checked_count(name: str, value: Any, most: int) -> int:
-    """The value as an integer from 0 to `most`; numpy's integers are taken too."""
-    try:
-        number = -1 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = -1
-    if not 0 <= number <= most:
+    """The value as an integer from 0 to `most`."""
+    number = as_integer(value)
+    if number is None or not 0 <= number <= most:
         raise argument_invalid(name, value, f"an integer from 0 to {most}")
     return number
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forged.data import Dataset, DataShard, DataTransfer, SourceKind, TransferPace
-from forged.data.model import SAMPLES_MAX, SHARDS_DEFAULT_MAX, SHARDS_MAX, whole
+from forged.data.model import SAMPLES_MAX, SHARDS_DEFAULT_MAX, SHARDS_MAX
 from forged.errors import RequestRefused
 from tests.data.topology_changes import at
 
@@ -172,15 +172,3 @@ def test_bounds_of_an_invalid_shard_raise(ids: Any) -> None:
 def test_a_shard_that_is_not_there_is_not_made_up(number: int) -> None:
     with pytest.raises(IndexError):
         Dataset(10, 5).shard(number)
-
-
-@pytest.mark.parametrize("number", [7, np.int64(7), np.uint8(7), np.array(7)])
-def test_whole_number_of_any_type_becomes_int(number: object) -> None:
-    found = whole(number)
-    assert found == 7
-    assert type(found) is int
-
-
-@pytest.mark.parametrize("number", [True, np.True_, 7.0, np.float64(7), "7", None, np.array([7, 8])])
-def test_value_that_only_looks_like_a_number_is_not_whole(number: object) -> None:
-    assert whole(number) is None

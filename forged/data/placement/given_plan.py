@@ -15,9 +15,10 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from forged.data.columns import NOBODY, Column, Counts
-from forged.data.model import KINDS, SHARDS_MAX, Dataset, DataShard, DataTransfer, SourceKind, whole
+from forged.data.model import KINDS, SHARDS_MAX, Dataset, DataShard, DataTransfer, SourceKind
 from forged.elastic.model import WorkerId
 from forged.errors import RequestRefused
+from forged.numbers import as_integer
 
 V = TypeVar("V")
 
@@ -44,7 +45,7 @@ class GivenPlan(NamedTuple):
 def read_plan(
     transfers: Iterable[DataTransfer], assignments: Mapping[WorkerId, Iterable[DataShard]], total_shards: int
 ) -> GivenPlan:
-    total = whole(total_shards)
+    total = as_integer(total_shards)
     if total is None or not 0 <= total <= SHARDS_MAX:
         raise _invalid(f"total_shards must be a whole number from 0 to {SHARDS_MAX}, got {total_shards!r:.100}")
     given = sorted(_all_of(DataTransfer, "transfers", transfers), key=lambda one: -one.priority)

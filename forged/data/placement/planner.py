@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from forged.data.columns import NOBODY, Column, Counts, Mask, Places, count, deal, group, ordinals
-from forged.data.model import KINDS, Dataset, SourceKind, TransferPace, whole
+from forged.data.model import KINDS, Dataset, SourceKind, TransferPace
 from forged.data.placement.holdings import Held, HeldCopies, Roster, read_owners, read_replicas
 from forged.data.placement.plan import Assignments, ColumnPlan, DataRedistributionPlan, Kinds, TransferColumns
 from forged.data.placement.replicas import keep_replicas, place_replicas
@@ -26,6 +26,7 @@ from forged.data.placement.validation import RedistributionReport, examine
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.model import ClusterTopology, RedistributionType, WorkerId
 from forged.errors import RequestRefused
+from forged.numbers import as_integer
 
 REPLICATION_MAX = 16
 WINDOW_MIN = 1 << 16
@@ -128,7 +129,7 @@ class DataRedistributor:
 
 def check_replication(replication: object) -> int:
     """The number of replicas as an int, if it is allowed."""
-    found = whole(replication)
+    found = as_integer(replication)
     if found is None or not 0 <= found <= REPLICATION_MAX:
         raise RequestRefused(
             "replication_invalid",

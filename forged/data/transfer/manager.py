@@ -18,7 +18,7 @@ from anyio import CapacityLimiter
 
 from forged.clock import Clock, SystemClock
 from forged.data.columns import NOBODY
-from forged.data.model import DataShard, DataTransfer, TransferPace, whole
+from forged.data.model import DataShard, DataTransfer, TransferPace
 from forged.data.placement.plan import DataRedistributionPlan
 from forged.data.store.origin import ORIGIN_TIMEOUT_S, ShardOrigin, check_origin_timeout
 from forged.data.store.port import ShardStore
@@ -30,6 +30,7 @@ from forged.data.transfer.schedule import Source, Wanted
 from forged.elastic.config import CONCURRENT_TRANSFERS_MAX
 from forged.elastic.model import WorkerId
 from forged.errors import ConfigError, Problem, RequestRefused, Unavailable
+from forged.numbers import as_integer
 from forged.retry import RetryPolicy
 
 RETRY = RetryPolicy(attempts=6, delay_s=0.1, exponential=True, delay_max_s=2.0, jitter=0.5)
@@ -193,7 +194,7 @@ class DataTransferManager:
 
 
 def _check_concurrency(transfers: object) -> int:
-    found = whole(transfers)
+    found = as_integer(transfers)
     if found is None or not 1 <= found <= CONCURRENT_TRANSFERS_MAX:
         wanted = f"a whole number from 1 to {CONCURRENT_TRANSFERS_MAX}"
         problem = Problem("max_concurrent_transfers", transfers, wanted)
