@@ -12,9 +12,10 @@ Invariants:
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
+from forged.batches import in_batches
 from forged.client.methods import DaemonMethods
 from forged.errors import RequestRefused
 
@@ -47,9 +48,6 @@ NAN = float("nan")
 """A metric that was not measured."""
 NOT_PERMITTED = "forbidden"
 IMPORTED_AT_ONCE = 500
-
-IMPORT_BYTES_MAX = 1 << 20
-"""Half of the smallest frame that a daemon can be configured for."""
 
 Path = str | os.PathLike[str]
 
@@ -124,10 +122,12 @@ class ModelMethods(DaemonMethods):
         self, versions: Sequence[ImportedVersion], reason: str, *, dry_run: bool = False
     ) -> ImportedModels:
         """Take in versions that serve elsewhere, in the states that they have there."""
+        from msgspec import msgpack
+
         from forged.registry.messages import ImportedModels, ImportModels
 
         outcomes: list[list[str]] = [[], [], []]
-        for batch in _batches(versions):
+        for batch in in_batches(versions, msgpack.encode, IMPORTED_AT_ONCE):
             done = await self.request(ImportModels(batch, reason, dry_run))
             for outcome, more in zip(outcomes, (done.imported, done.known, done.refused), strict=True):
                 outcome += more
@@ -460,23 +460,6 @@ class ModelMethods(DaemonMethods):
 
         exact = parse_version(ref) if isinstance(ref, str) else ref
         return exact or (await self.model(model_id, ref)).metadata.version
-
-
-def _batches(versions: Sequence[ImportedVersion]) -> Iterator[list[ImportedVersion]]:
-    """The versions in the parts that one request can carry."""
-    from msgspec import msgpack
-
-    batch: list[ImportedVersion] = []
-    room_bytes = IMPORT_BYTES_MAX
-    for one in versions:
-        size_bytes = len(msgpack.encode(one))
-        if batch and (size_bytes > room_bytes or len(batch) == IMPORTED_AT_ONCE):
-            yield batch
-            batch, room_bytes = [], IMPORT_BYTES_MAX
-        room_bytes -= size_bytes
-        batch.append(one)
-    if batch:
-        yield batch
 
 
 def next_state(metadata: ModelMetadata) -> DeploymentState:

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgpack
 
+from forged.batches import in_batches
 from forged.checkpoint.errors import ExceptionType
 from forged.checkpoint.format.manifest import Manifest
 from forged.checkpoint.ports import CancelToken, Storage
@@ -30,8 +31,6 @@ from forged.cli.process import EXIT_FAILED, EXIT_OK
 from forged.plain_client.connection import PlainConnection
 
 BATCH_MAX = 1000
-BATCH_BYTES_MAX = 1 << 20
-"""Half of the smallest frame that a daemon can be configured for."""
 REFUSED_SHOWN_MAX = 12
 METRICS_KEY = "metrics"
 """The custom metadata in which workers save the metrics."""
@@ -84,19 +83,10 @@ def batches(found: Sequence[Row], *, is_dry: bool) -> Iterator[list[Row]]:
 
     In a dry run the daemon keeps no part, so a checkpoint is sent without a parent that is in an earlier one.
     """
-    batch: list[Row] = []
     sent: set[str] = set()
-    room_bytes = BATCH_BYTES_MAX
-    for one in found:
-        size_bytes = len(msgpack.packb(one))
-        if batch and (size_bytes > room_bytes or len(batch) == BATCH_MAX):
-            yield batch
-            sent.update(earlier["storage_path"] for earlier in batch)
-            batch, room_bytes = [], BATCH_BYTES_MAX
-        room_bytes -= size_bytes
-        batch.append(one | {"parent_path": ""} if is_dry and one.get("parent_path") in sent else one)
-    if batch:
-        yield batch
+    for batch in in_batches(found, msgpack.packb, BATCH_MAX):
+        yield [one | {"parent_path": ""} if is_dry and one.get("parent_path") in sent else one for one in batch]
+        sent.update(one["storage_path"] for one in batch)
 
 
 # What the folder has.

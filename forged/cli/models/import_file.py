@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgpack
 
+from forged.batches import in_batches
 from forged.cli.forgectl import answers, tables
 from forged.cli.forgectl.answers import Row
 from forged.cli.forgectl.connection import DaemonConnection
@@ -20,8 +21,6 @@ from forged.cli.process import EXIT_FAILED, EXIT_OK
 from forged.errors import ConfigError
 
 BATCH_MAX = 500
-BATCH_BYTES_MAX = 1 << 20
-"""Half of the smallest frame that a daemon can be configured for."""
 OUTCOMES = ("imported", "known", "refused")
 STDIN = "-"
 SHOWN_MAX = 12
@@ -39,7 +38,7 @@ def send(options: Options, versions: Sequence[Row], reason: str) -> Row:
     """Import versions in the parts that one request can carry; returns the outcomes of all."""
     done: Row = {outcome: [] for outcome in OUTCOMES}
     with DaemonConnection(options) as daemon:
-        for batch in _batches(versions):
+        for batch in in_batches(versions, msgpack.packb, BATCH_MAX):
             reply = answers.one(daemon, "ImportModels", versions=batch, reason=reason, dry_run=options.dry_run)
             for outcome in OUTCOMES:
                 done[outcome] += answers.list_in(reply, outcome)
@@ -60,20 +59,6 @@ def show_imported(done: Row) -> None:
         print(f"and {len(refused) - SHOWN_MAX:,} more: --json shows them")
     if not (imported or known or refused):
         print("there is no version to import")
-
-
-def _batches(versions: Sequence[Row]) -> Iterator[list[Row]]:
-    batch: list[Row] = []
-    room_bytes = BATCH_BYTES_MAX
-    for one in versions:
-        size_bytes = len(msgpack.packb(one))
-        if batch and (size_bytes > room_bytes or len(batch) == BATCH_MAX):
-            yield batch
-            batch, room_bytes = [], BATCH_BYTES_MAX
-        room_bytes -= size_bytes
-        batch.append(one)
-    if batch:
-        yield batch
 
 
 # The file.

@@ -104,14 +104,6 @@ def test_dry_run_says_that_nothing_is_changed(
         assert daemon.json("ckpt adopt checkpoints --job run --dry-run", capsys)["dry_run"] is True
 
 
-def test_batches_are_limited_by_number_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [{"storage_path": f"/{number}", "metrics": "x" * 1000} for number in range(10)]
-    monkeypatch.setattr(adopt, "BATCH_BYTES_MAX", 4200)
-    assert [len(batch) for batch in adopt.batches(rows, is_dry=False)] == [4, 4, 2]
-    monkeypatch.setattr(adopt, "BATCH_MAX", 3)
-    assert [len(batch) for batch in adopt.batches(rows, is_dry=False)] == [3, 3, 3, 1]
-
-
 @pytest.mark.parametrize(("is_dry", "parents"), [(False, ["", "a", "b"]), (True, ["", "a", ""])])
 def test_parent_of_an_earlier_batch_is_sent_unless_nothing_is_kept(
     monkeypatch: pytest.MonkeyPatch, is_dry: bool, parents: list[str]
