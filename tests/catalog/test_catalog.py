@@ -2,9 +2,7 @@ from __future__ import annotations
 
 import math
 import random
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +36,7 @@ from tests.catalog.records import (
     request,
     saved,
 )
+from tests.threads import THREADS, in_threads
 
 
 @pytest.fixture
@@ -291,20 +290,7 @@ def test_collection_remembers_the_last_tombstones(monkeypatch: pytest.MonkeyPatc
 
 # --- threads ----------------------------------------------------------------------------------------------------------
 
-THREADS = 8
 ROUNDS = 60
-
-
-def in_threads(work: Callable[[int], Any]) -> list[Any]:
-    """The results of the work, done by all threads at once."""
-    barrier = threading.Barrier(THREADS)
-
-    def begin(number: int) -> Any:
-        barrier.wait(60)
-        return work(number)
-
-    with ThreadPoolExecutor(THREADS) as pool:
-        return [done.result(60) for done in [pool.submit(begin, number) for number in range(THREADS)]]
 
 
 class Guarded:

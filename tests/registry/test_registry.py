@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -39,6 +37,7 @@ from tests.registry.records import (
     registered,
     result,
 )
+from tests.threads import THREADS, in_threads
 
 
 @pytest.fixture
@@ -248,20 +247,7 @@ def _assert_same(registry: ModelRegistry, expected: dict[tuple[str, ModelVersion
 
 # --- threads ----------------------------------------------------------------------------------------------------------
 
-THREADS = 8
 ROUNDS = 60
-
-
-def in_threads(work: Callable[[int], Any]) -> list[Any]:
-    """The results of the work, done by all threads at once."""
-    barrier = threading.Barrier(THREADS)
-
-    def begin(number: int) -> Any:
-        barrier.wait(60)
-        return work(number)
-
-    with ThreadPoolExecutor(THREADS) as pool:
-        return [done.result(60) for done in [pool.submit(begin, number) for number in range(THREADS)]]
 
 
 def checked(name: str) -> Any:
