@@ -9,18 +9,16 @@ checkpoint, so that one of each is collected; a collection lasts until all delet
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
 from time import perf_counter
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from benchmarks.daemon_process import SERVE, daemon_process, serve
 from benchmarks.harness import Figure, main
 from forged.catalog.messages import (
     AdoptCheckpoints,
@@ -34,8 +32,11 @@ from forged.catalog.messages import (
 from forged.catalog.ports import CheckpointLocation, FoundCheckpoint, Progress
 from forged.client import ForgedClient
 from forged.jobs.model import AddNote
-from forged.kernel.messages import ANY_JOB, Request
+from forged.kernel.messages import ANY_JOB, Call, Request
 from forged.status.model import PingDaemon
+
+if TYPE_CHECKING:
+    from forged.daemon import Daemon
 
 JOBS = 1_000
 KEPT = 100
@@ -77,45 +78,17 @@ class NothingThere:
         return 0
 
 
-def _serve(directory: str) -> None:
-    # With the event loop and the garbage collection that it has in earnest.
-    from forged.cli.service.serve import _collect_seldom, event_loop
+def _extend(daemon: Daemon) -> None:
+    async def collect(request: CollectAll, call: Call) -> float:
+        catalog = daemon.catalog
+        catalog.book.policies.set_defaults({"checkpoint_keep": KEPT})
+        began = perf_counter()
+        await catalog._tick(GcTick(), call)
+        took_s = perf_counter() - began
+        catalog.book.policies.set_defaults({})
+        return took_s
 
-    _collect_seldom()
-    with asyncio.Runner(loop_factory=event_loop) as runner:
-        runner.run(_run_daemon(directory))
-
-
-async def _run_daemon(directory: str) -> None:
-    from forged import daemon as composition
-    from forged.clock import SystemClock
-    from forged.config import Config
-    from forged.kernel.messages import Call
-    from forged.kernel.store.sqlite import SqliteStore
-    from forged.net.transport.sockets import SystemNetwork
-
-    async def open_store() -> SqliteStore:
-        return await SqliteStore.open(Path(directory) / "store.db", changes_max=0)
-
-    def extend(daemon: composition.Daemon) -> None:
-        async def collect(request: CollectAll, call: Call) -> float:
-            catalog = daemon.catalog
-            catalog.book.policies.set_defaults({"checkpoint_keep": KEPT})
-            began = perf_counter()
-            await catalog._tick(GcTick(), call)
-            took_s = perf_counter() - began
-            catalog.book.policies.set_defaults({})
-            return took_s
-
-        daemon.bus.serve(CollectAll, collect, owner="bench")
-
-    config = Config(data_dir=directory, socket=f"{directory}/s", listen=())
-    ports = composition.Ports(
-        SystemClock(), SystemNetwork(), os.getpid(), os.getuid(), open_store, checkpoint_files=NothingThere()
-    )
-    async with composition.Daemon.running(config, ports, extend=extend):
-        print("ready", flush=True)
-        await asyncio.Event().wait()
+    daemon.bus.serve(CollectAll, collect, owner="bench")
 
 
 class Workload:
@@ -220,21 +193,15 @@ def _figures(medians: dict[str, float], size: str) -> list[Figure]:
 
 def _measure(quick: bool) -> Sequence[Figure]:
     jobs, questions, rounds = (20, 100, 1) if quick else (JOBS, QUESTIONS, ROUNDS)
-    with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, "-m", "benchmarks.catalog_daemon", "--serve", directory]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            try:
-                assert process.stdout is not None
-                if not process.stdout.readline():
-                    raise RuntimeError("the daemon of this benchmark did not start")
-                measuring = _measured(f"unix://{directory}/s", jobs=jobs, questions=questions, rounds=rounds)
-                return asyncio.run(measuring)
-            finally:
-                process.kill()
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        daemon_process("benchmarks.catalog_daemon", directory) as endpoint,
+    ):
+        return asyncio.run(_measured(endpoint, jobs=jobs, questions=questions, rounds=rounds))
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--serve"]:
-        _serve(*sys.argv[2:])
+    if sys.argv[1:2] == [SERVE]:
+        serve(sys.argv[2], extend=_extend, checkpoint_files=NothingThere())
     else:
         main("catalog_daemon", _measure)

@@ -31,11 +31,12 @@ from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
 from time import perf_counter
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import aiohttp
 import msgspec
 
+from benchmarks.daemon_process import SERVE, daemon_process, serve
 from benchmarks.harness import Figure, main
 from forged.client import ForgedClient
 from forged.kernel.messages import ANY_JOB, Request
@@ -48,6 +49,9 @@ from forged.registry.messages import (
     TransitionModel,
 )
 from forged.registry.model import DeploymentState, ModelMetadata, ModelVersion
+
+if TYPE_CHECKING:
+    from forged.daemon import Daemon
 
 SIZES = (1_000, 100_000)
 MLFLOW_VERSIONS = 1_000
@@ -126,59 +130,20 @@ def question(name: str, models: int, chosen: random.Random) -> Request[Any]:
 # The daemon.
 
 
-def _serve(directory: str) -> None:
-    # With the event loop and the garbage collection that it has in earnest.
-    from forged.cli.service.serve import _collect_seldom, event_loop
+def _extend(daemon: Daemon) -> None:
+    async def answer(request: TimeQuestions, _: object) -> list[float]:
+        chosen = random.Random(7)
+        encode = msgspec.msgpack.Encoder().encode
+        times = []
+        for _number in range(request.questions):
+            asked = question(request.name, request.models, chosen)
+            began = perf_counter()
+            encode(await daemon.bus.ask(asked))
+            times.append((perf_counter() - began) * 1e3)
+            await asyncio.sleep(0)
+        return sorted(times)
 
-    _collect_seldom()
-    with asyncio.Runner(loop_factory=event_loop) as runner:
-        runner.run(_run_daemon(directory))
-
-
-async def _run_daemon(directory: str) -> None:
-    from forged import daemon as composition
-    from forged.clock import SystemClock
-    from forged.config import Config
-    from forged.kernel.store.sqlite import SqliteStore
-    from forged.net.transport.sockets import SystemNetwork
-
-    async def open_store() -> SqliteStore:
-        return await SqliteStore.open(Path(directory) / "store.db", changes_max=0)
-
-    def extend(daemon: composition.Daemon) -> None:
-        async def answer(request: TimeQuestions, _: object) -> list[float]:
-            chosen = random.Random(7)
-            encode = msgspec.msgpack.Encoder().encode
-            times = []
-            for _number in range(request.questions):
-                asked = question(request.name, request.models, chosen)
-                began = perf_counter()
-                encode(await daemon.bus.ask(asked))
-                times.append((perf_counter() - began) * 1e3)
-                await asyncio.sleep(0)
-            return sorted(times)
-
-        daemon.bus.serve(TimeQuestions, answer, owner="bench")
-
-    config = Config(data_dir=directory, socket=f"{directory}/s", listen=())
-    ports = composition.Ports(SystemClock(), SystemNetwork(), os.getpid(), os.getuid(), open_store)
-    async with composition.Daemon.running(config, ports, extend=extend):
-        print("ready", flush=True)
-        await asyncio.Event().wait()
-
-
-@contextmanager
-def _daemon(directory: str) -> Iterator[str]:
-    """A daemon for the block; its endpoint."""
-    command = [sys.executable, "-m", "benchmarks.registry", "--serve", directory]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            if not process.stdout.readline():
-                raise RuntimeError("the daemon of this benchmark did not start")
-            yield f"unix://{directory}/s"
-        finally:
-            process.kill()
+    daemon.bus.serve(TimeQuestions, answer, owner="bench")
 
 
 class Ours:
@@ -206,12 +171,14 @@ class Ours:
 
     async def _rate(self, name: str, callers: int, seconds: float) -> float:
         async with ForgedClient(self._endpoint) as client:
-            acts: dict[str, Act] = {
-                "register": lambda _: client.request(self._registration()),
-                "transition": lambda caller: client.request(self._transition(caller)),
-            }
-            asks: Act = lambda _: client.request(question(name, self._models, self._random))  # noqa: E731
-            return await _operations_per_s(acts.get(name, asks), callers, seconds)
+            return await _operations_per_s(
+                lambda caller: client.request(self._operation(name, caller)), callers, seconds
+            )
+
+    def _operation(self, name: str, caller: int) -> Request[Any]:
+        if name == "register":
+            return self._registration()
+        return self._transition(caller) if name == "transition" else question(name, self._models, self._random)
 
     def _registration(self) -> RegisterModel:
         number = next(self._registered)
@@ -371,7 +338,9 @@ def _measure(quick: bool) -> Sequence[Figure]:
         registries: dict[str, Ours | Mlflow] = {}
         for size in sizes:
             (Path(directory) / f"{size}").mkdir()
-            registries[f"{size}"] = Ours(stack.enter_context(_daemon(f"{directory}/{size}")), size)
+            registries[f"{size}"] = Ours(
+                stack.enter_context(daemon_process("benchmarks.registry", f"{directory}/{size}")), size
+            )
         url = stack.enter_context(_mlflow(directory))
         reference = VERSIONS_OF_A_MODEL if quick else MLFLOW_VERSIONS
         if url is not None:
@@ -432,7 +401,7 @@ def _time_figures(times: Mapping[tuple[int, str], tuple[float, float]], sizes: S
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--serve"]:
-        _serve(*sys.argv[2:])
+    if sys.argv[1:2] == [SERVE]:
+        serve(sys.argv[2], extend=_extend)
     else:
         main("registry", _measure)
