@@ -77,6 +77,15 @@ def byte_count(text: str) -> int:
     return size
 
 
+def texts_by_key(texts: Iterable[str], problem: str, fix: str) -> dict[str, str]:
+    """Texts by key, given as `KEY=VALUE`; a text of another form is refused with the problem and the fix."""
+    pairs = [text.partition("=") for text in texts]
+    for key, separator, value in pairs:
+        if not separator or not key:
+            raise ConfigError("usage_wrong", f"{key + separator + value!r} {problem}", fix)
+    return {key: value for key, _, value in pairs}
+
+
 def settings(texts: Iterable[str]) -> dict[str, Any]:
     """Settings by key; each key may be given once."""
     given: dict[str, Any] = {}

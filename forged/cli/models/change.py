@@ -11,7 +11,7 @@ from forged.cli.forgectl.answers import Row
 from forged.cli.forgectl.connection import DaemonConnection
 from forged.cli.forgectl.output import answer
 from forged.cli.forgectl.parser import Options
-from forged.cli.forgectl.values import settings
+from forged.cli.forgectl.values import settings, texts_by_key
 from forged.cli.models import names, words
 from forged.cli.models.names import SERVING
 from forged.cli.models.words import ARROW, PATH
@@ -114,7 +114,7 @@ def _show_rollback(model: str, reply: Row) -> None:
 
 
 def tag(options: Options) -> int:
-    found, tags = names.with_ref(options.model), dict(map(_key_and_value, options.tags))
+    found, tags = names.with_ref(options.model), texts_by_key(options.tags, "is not a tag", "use KEY=VALUE")
     if not tags and not options.remove:
         raise ConfigError("usage_wrong", "no tag is given", "give KEY=VALUE, or --remove KEY")
     with DaemonConnection(options) as daemon:
@@ -127,13 +127,6 @@ def tag(options: Options) -> int:
     shown = words.tags(after.get("tags")) if after.get("tags") else "no tags"
     answer(options, after, lambda: print(f"{words.name_of(after)}: {shown}"))
     return EXIT_OK
-
-
-def _key_and_value(text: str) -> tuple[str, str]:
-    key, separator, value = text.partition("=")
-    if not separator or not key:
-        raise ConfigError("usage_wrong", f"{text!r} is not a tag", "use KEY=VALUE")
-    return key, value
 
 
 def alias(options: Options) -> int:

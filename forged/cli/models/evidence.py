@@ -13,6 +13,7 @@ from forged.cli.forgectl.answers import Row
 from forged.cli.forgectl.connection import DaemonConnection
 from forged.cli.forgectl.output import answer
 from forged.cli.forgectl.parser import Options
+from forged.cli.forgectl.values import texts_by_key
 from forged.cli.models import names, words
 from forged.cli.models.words import PATH
 from forged.cli.process import EXIT_OK
@@ -27,6 +28,7 @@ NAN = float("nan")
 
 def validate(options: Options) -> int:
     found = names.with_ref(options.model)
+    environment = texts_by_key(options.env, "does not describe the environment", "use --env KEY=VALUE")
     samples, checksum = _samples(options.samples), _checksum(options)
     with DaemonConnection(options) as daemon:
         metadata = answers.map_in(names.view(daemon, found), "metadata")
@@ -37,7 +39,7 @@ def validate(options: Options) -> int:
                 result=_result(metadata, options, passed=not options.failed),
                 checksum=checksum or metadata.get("checksum"),
                 samples_ms=samples,
-                environment=dict(map(_key_and_value, options.env)),
+                environment=environment,
             )
         )
     answer(options, recorded, lambda: _show_recorded(metadata, recorded))
@@ -140,13 +142,6 @@ def _result(metadata: Row, options: Options, *, passed: bool) -> Row:
         "accuracy_score": NAN if options.accuracy is None else options.accuracy,
         "errors": list(options.error),
     }
-
-
-def _key_and_value(text: str) -> tuple[str, str]:
-    key, separator, value = text.partition("=")
-    if not separator or not key:
-        raise ConfigError("usage_wrong", f"{text!r} does not describe the environment", "use --env KEY=VALUE")
-    return key, value
 
 
 def _samples(where: str | None) -> list[float]:

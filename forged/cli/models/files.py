@@ -22,6 +22,7 @@ from forged.cli.forgectl.answers import Row
 from forged.cli.forgectl.connection import DaemonConnection
 from forged.cli.forgectl.output import answer
 from forged.cli.forgectl.parser import Options
+from forged.cli.forgectl.values import texts_by_key
 from forged.cli.models import names, words
 from forged.cli.models.names import Named
 from forged.cli.process import EXIT_FAILED, EXIT_OK
@@ -67,7 +68,7 @@ def _metadata(found: Named, options: Options) -> Row:
         "output_shape": _shape(options.output_shape),
         "size_bytes": options.size_bytes or 0,
         "checksum": options.checksum or "",
-        "tags": dict(map(_tag, options.tag)),
+        "tags": texts_by_key(options.tag, "is not a tag", "use --tag KEY=VALUE"),
     }
 
 
@@ -121,13 +122,6 @@ def _shape(text: str | None) -> list[int]:
     if not all(size.strip().isdecimal() for size in sizes):
         raise ConfigError("usage_wrong", f"{text!r} is not a shape", "give sizes such as 1,28,28")
     return [int(size) for size in sizes]
-
-
-def _tag(text: str) -> tuple[str, str]:
-    key, separator, value = text.partition("=")
-    if not separator or not key:
-        raise ConfigError("usage_wrong", f"{text!r} is not a tag", "use --tag KEY=VALUE")
-    return key, value
 
 
 def measured_checksum(options: Options) -> str:
