@@ -20,6 +20,9 @@ from forged.errors import ConfigError, RequestRefused
 from forged.plain_client.connection import PlainConnection
 
 CANARY_ACTIONS = ("off", "advise", "act")
+LIMITS = frozenset({"max_latency_p99_ms", "min_accuracy"})
+"""The keys of a policy that may have no value."""
+NUMBERS = frozenset({"evidence_max_age_s", "rollback_threshold"})
 DEFAULT = ""
 """The value that restores the default of a key."""
 
@@ -181,10 +184,27 @@ def _merged(present: Row, wanted: Mapping[str, Any]) -> dict[str, Any]:
     unknown = wanted.keys() - present.keys()
     if unknown:
         raise ConfigError("setting_invalid", f"a policy has no {_listed(unknown)}", f"the keys are {_listed(present)}")
-    canary = wanted.get("canary", DEFAULT)
-    if canary not in (DEFAULT, *CANARY_ACTIONS):
-        raise ConfigError("setting_invalid", f"canary must be one of {', '.join(CANARY_ACTIONS)}, got {canary!r}")
+    for key, value in wanted.items():
+        form = "" if value == DEFAULT else _form_lacked(key, value)
+        if form:
+            raise ConfigError(
+                "setting_invalid",
+                f"{key} must be {form}, got {value!r}",
+                f"correct {key}; `{key}=` restores the default",
+            )
     return {key: value for key, value in {**present, **wanted}.items() if key not in wanted or value != DEFAULT}
+
+
+def _form_lacked(key: str, value: Any) -> str:
+    """The form that a value of a policy should have and has not; empty if it has."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if key == "canary":
+        return "" if value in CANARY_ACTIONS else f"one of {', '.join(CANARY_ACTIONS)}"
+    if key == "requires_validation":
+        return "" if isinstance(value, bool) else "true or false"
+    if key in LIMITS:
+        return "" if is_number or value is None else "a number or none"
+    return "" if is_number or key not in NUMBERS else "a number"
 
 
 def _listed(keys: Iterable[str]) -> str:

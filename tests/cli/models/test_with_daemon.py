@@ -413,8 +413,27 @@ class TestLabels:
         assert on_daemon.json(f"policy {MODEL}")["canary"] == "act"
         code, _, err = on_daemon.run(f"policy {MODEL} accuracy=1")
         assert (code, "a policy has no accuracy" in err) == (2, True)
-        code, _, err = on_daemon.run(f"policy {MODEL} canary=maybe")
-        assert (code, "canary must be one of off, advise, act, got 'maybe'" in err) == (2, True)
+        assert on_daemon.json(f"policy {MODEL} requires_validation=false min_accuracy=-1 max_latency_p99_ms=none")
+
+    def test_wrong_value_of_a_policy_is_refused_by_its_key(self, on_daemon: RegistryDaemon) -> None:
+        on_daemon.register("1.0.0")
+        before = on_daemon.json(f"policy {MODEL}")
+        for setting, problem in (
+            ("canary=maybe", "must be one of off, advise, act, got 'maybe'"),
+            ("min_accuracy=abc", "must be a number or none, got 'abc'"),
+            ("min_accuracy=true", "must be a number or none, got True"),
+            ("max_latency_p99_ms=nan", "must be a number or none, got 'nan'"),
+            ("evidence_max_age_s=none", "must be a number, got None"),
+            ("evidence_max_age_s=30d", "must be a number, got '30d'"),
+            ("rollback_threshold=high", "must be a number, got 'high'"),
+            ("requires_validation=no", "must be true or false, got 'no'"),
+            ("requires_validation=0", "must be true or false, got 0"),
+        ):
+            code, _, err = on_daemon.run(f"policy {MODEL} {setting}")
+            key, said = setting.partition("=")[0], " ".join(err.split())
+            assert (code, f"{key} {problem}" in said) == (2, True), said
+            assert f"`{key}=` restores the default" in said
+        assert on_daemon.json(f"policy {MODEL}") == before
 
     def test_version_in_use_is_not_deleted(self, on_daemon: RegistryDaemon) -> None:
         on_daemon.serve("1.0.0")
