@@ -1194,9 +1194,13 @@ async def test_best_version_is_within_the_limits() -> None:
             await one.register(version)
             await one.validate(version, accuracy_score=accuracy, latency_p99_ms=latency)
             await one.promote(version, *TO_CANARY, PRODUCTION)
-        assert (await one.ask(best)).metadata.version == V3
-        assert (await one.ask(FindBestModel(max_latency_ms=20.0))).metadata.version == V2
-        assert (await one.ask(FindBestModel(min_accuracy=0.99))).metadata is None
+        of_all, of_few = await one.ask(best), await one.ask(FindBestModel(max_latency_ms=20.0))
+        assert (of_all.metadata.version, of_few.metadata.version) == (V3, V2)
+        assert of_all.reason == "the highest accuracy (0.95) of the canary and production versions"
+        assert of_few.reason == "the highest accuracy (0.9) of the canary and production versions within the limits"
+        none = await one.ask(FindBestModel(min_accuracy=0.99))
+        assert none.metadata is None
+        assert none.reason == "no validated canary or production version is within the limits"
         assert (await one.ask(FindBestModel(), STRANGER)).metadata is None
         await one.validate(V3, accuracy_score=float("nan"))
         assert (await one.ask(best)).metadata.version == V2

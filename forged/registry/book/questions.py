@@ -161,8 +161,10 @@ class Questions:
         for record in filter(None, map(self._state.ranked, ranks)):
             validation = record.validation
             if validation is not None and _meets(validation.result, request):
+                is_limited = request.max_latency_ms is not None or request.min_accuracy is not None
+                within = " within the limits" if is_limited else ""
                 accuracy = validation.result.accuracy_score
-                reason = f"the highest accuracy ({accuracy:g}) of the canary and production versions within the limits"
+                reason = f"the highest accuracy ({accuracy:g}) of the canary and production versions{within}"
                 return BestVersion(record.metadata, validation.result, reason)
         return None
 
