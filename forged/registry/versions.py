@@ -10,6 +10,12 @@ from forged.registry.model import NUMBER_MAX, ModelMetadata, ModelVersion
 
 MAJOR, MINOR, PATCH = "major", "minor", "patch"
 BUMPS = (MAJOR, MINOR, PATCH)
+CHANGES = (
+    ("input_shape", MAJOR, "callers must change"),
+    ("output_shape", MAJOR, "callers must change"),
+    ("framework", MINOR, "callers need not change"),
+)
+"""What may change between two versions, the gravest first."""
 _NUMBER = "(0|[1-9][0-9]{0,9})"
 _VERSION = re.compile(rf"{_NUMBER}\.{_NUMBER}\.{_NUMBER}")
 
@@ -55,12 +61,22 @@ def _share_of_equal_sizes(a: Sequence[int], b: Sequence[int]) -> float:
 
 def suggested_bump(older: ModelMetadata, newer: ModelMetadata) -> tuple[str, str]:
     """Which number of the version should grow from one version to the other, and why."""
-    for name in ("input_shape", "output_shape"):
-        before, after = list(getattr(older, name)), list(getattr(newer, name))
-        if before != after:
-            return MAJOR, f"{name} changes from {before} to {after}: callers must change"
-    if older.framework != newer.framework:
-        return MINOR, f"framework changes from {older.framework} to {newer.framework}: callers need not change"
+    given_once: list[str] = []
+    for name, bump, consequence in CHANGES:
+        before, after = (_plain(getattr(metadata, name)) for metadata in (older, newer))
+        if before and after and before != after:
+            return bump, f"{name} changes from {before} to {after}: {consequence}{_as_far_as_known(given_once)}"
+        if bool(before) is not bool(after):
+            given_once.append(name)
     if older.checksum != newer.checksum:
-        return PATCH, "only the weights change"
+        return PATCH, f"only the weights change{_as_far_as_known(given_once)}"
     return PATCH, "the files are the same"
+
+
+def _plain(value: str | Sequence[int]) -> str | list[int]:
+    return value if isinstance(value, str) else list(value)
+
+
+def _as_far_as_known(given_once: Sequence[str]) -> str:
+    """What was given for one version only has not changed: it is not known of the other."""
+    return f", as far as known: only one version has {' and '.join(given_once)}" if given_once else ""

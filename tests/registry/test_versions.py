@@ -157,10 +157,26 @@ def test_only_equal_shapes_fit_completely(in_a: list[int], out_a: list[int], in_
     ("changes", "bump", "reason"),
     [
         ({"input_shape": [1, 3, 299, 299], "framework": "onnx"}, "major", "input_shape changes from [1, 3, 224, 224]"),
-        ({"output_shape": []}, "major", "output_shape changes from [1, 1000] to []"),
         ({"framework": "onnx", "checksum": "sha256:1"}, "minor", "framework changes from pytorch to onnx"),
         ({"checksum": "sha256:1"}, "patch", "only the weights change"),
         ({"name": "another", "tags": {}}, "patch", "the files are the same"),
+        ({"output_shape": []}, "patch", "the files are the same"),
+        (
+            {"output_shape": [], "checksum": "sha256:1"},
+            "patch",
+            "only the weights change, as far as known: only one version has output_shape",
+        ),
+        (
+            {"input_shape": [], "output_shape": [], "framework": "onnx"},
+            "minor",
+            "callers need not change, as far as known: only one version has input_shape and output_shape",
+        ),
+        (
+            {"framework": "", "checksum": "sha256:1"},
+            "patch",
+            "only the weights change, as far as known: only one version has framework",
+        ),
+        ({"input_shape": [1], "output_shape": []}, "major", "input_shape changes from [1, 3, 224, 224] to [1]"),
     ],
 )
 def test_suggested_bump_is_the_greatest_that_a_change_needs(changes: dict[str, Any], bump: str, reason: str) -> None:

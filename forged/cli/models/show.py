@@ -154,7 +154,8 @@ def _show_difference(reply: Row) -> None:
     print(f"{words.name_of(first)} {ARROW} {tables.field('', second.get('version'))}")
     tables.pairs({label: text for label, text in _differences(reply, first, second) if text})
     shared = reply.get("shape_compatibility")
-    compatible = f"shape compatibility {shared:.0%}; " if isinstance(shared, (int, float)) else ""
+    is_known = all(bool(first.get(name)) is bool(second.get(name)) for name in ("input_shape", "output_shape"))
+    compatible = f"shape compatibility {shared:.0%}; " if is_known and isinstance(shared, (int, float)) else ""
     reason = f": {tables.field('', reply['reason'])}" if reply.get("reason") else ""
     tables.print_wrapped(f"{compatible}suggests a {tables.field('', reply.get('suggested'))} version{reason}")
 

@@ -357,7 +357,10 @@ class TestQuestions:
         assert lines[0] == "resnet@1.0.0 → 1.1.0"
         assert re.search(r"  state +production → registered", "\n".join(lines))
         assert re.search(r"  tag git +- → abc", "\n".join(lines))
-        assert "suggests a " in lines[-1]
+        assert lines[-1].startswith("suggests a patch version: only the weights change, as far as known: ")
+        on_daemon.register("1.2.0", input_shape=[28], output_shape=[13])
+        last = on_daemon.lines(f"diff {MODEL}@1.1.0 1.2.0")[-1]
+        assert last.startswith("shape compatibility 50%; suggests a major version: output_shape changes from [12]")
         assert on_daemon.json(f"diff {MODEL}@1.1.0 1.0.0")["first"]["version"] == "1.1.0"
         assert on_daemon.json(f"diff {MODEL}@1.1.0 {MODEL}@serving")["second"]["version"] == "1.0.0"
         code, _, err = on_daemon.run(f"diff {MODEL}@1.1.0 other@1.0.0")
