@@ -114,6 +114,11 @@ def can_transition_state(from_state: DeploymentState, to_state: DeploymentState)
     return to_state in TRANSITIONS.get(from_state, frozenset())
 
 
+def is_rollback(from_state: DeploymentState, to_state: DeploymentState) -> bool:
+    """Whether a transition takes a canary out of service."""
+    return (from_state, to_state) == (DeploymentState.CANARY, DeploymentState.STAGING)
+
+
 def checked_metadata(metadata: ModelMetadata) -> ModelMetadata:
     """The metadata with plain values; refuses those that no version of a model can have."""
     if not isinstance(metadata, ModelMetadata):

@@ -85,6 +85,8 @@ class VersionRecord(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """The newest one."""
     validation_sizes: tuple[int, ...] = ()
     """The stored sizes of the kept validations, the oldest first."""
+    outdated_validations: int = 0
+    """Up to this number its validations are older than its last rollback from canary, and no evidence any more."""
     report: ValidationResult | None = None
     """What was last reported of it in service."""
     artifact_state: ArtifactState = ArtifactState.UNVERIFIED

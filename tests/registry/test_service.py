@@ -423,6 +423,35 @@ async def test_evidence_expires() -> None:
         await one.promote(V1, CANARY)
 
 
+@pytest.mark.parametrize("by_transition", [False, True])
+@on_virtual_time
+async def test_canary_that_was_rolled_back_needs_a_new_validation(by_transition: bool) -> None:
+    async with registry() as one:
+        await one.make_canary(V1)
+        await (one.promote(V1, STAGING) if by_transition else one.roll_back(V1))
+        reason = "validation 1 is older than its rollback from canary"
+        assert reason in await why_refused(one.promote(V1, CANARY))
+        assert reason in (await one.show()).blocked_by
+        await one.promote(V1, REGISTERED, VALIDATING)
+        await one.reload()
+        assert reason in await why_refused(one.promote(V1, STAGING))
+        await one.promote(V1, STAGING, waiver="it is another way to be tried")
+        assert reason in await why_refused(one.promote(V1, CANARY))
+        await one.validate()
+        await one.promote(V1, CANARY, PRODUCTION)
+
+
+@on_virtual_time
+async def test_canary_that_was_never_validated_is_rolled_back() -> None:
+    async with registry() as one:
+        await one.register()
+        await one.promote(V1, *TO_CANARY, waiver="the lab is closed")
+        await one.roll_back(V1)
+        assert "never validated" in await why_refused(one.promote(V1, CANARY))
+        await one.validate()
+        await one.promote(V1, CANARY)
+
+
 @on_virtual_time
 async def test_clock_that_goes_back_renews_no_evidence() -> None:
     async with registry() as one:
@@ -796,6 +825,7 @@ async def test_old_measurement_does_not_roll_back_a_new_canary() -> None:
         await one.set_policy(canary=CanaryAction.ACT)
         await one.report(V2, latency_p99_ms=20.0)
         await one.kernel.settle()
+        await one.validate(V2)
         await one.promote(V2, CANARY)
         # As after a crash before the position of the judge was stored.
         one.kernel.bus.rewind("registry.canary", 0)
@@ -815,7 +845,9 @@ async def test_rollback_of_a_bad_canary_is_advised_once_for_each_time() -> None:
         (advised,) = one.kernel.facts(RollbackAdvised)
         assert (advised.version, advised.priority, advised.threshold) == (V2, 1.5, 1.0)
         assert await one.state(V2) == "canary"
-        await one.promote(V2, STAGING, CANARY)
+        await one.promote(V2, STAGING)
+        await one.validate(V2)
+        await one.promote(V2, CANARY)
         await one.report(V2, latency_p99_ms=25.0)
         await one.kernel.settle()
         assert len(one.kernel.facts(RollbackAdvised)) == 2

@@ -16,7 +16,7 @@ from forged.kernel.messages import Decision, Fact
 from forged.registry.book.model import Model
 from forged.registry.book.state import RegistryState
 from forged.registry.messages import AliasMoved, JournalEntry, JournalKind, ModelTransitioned
-from forged.registry.model import DeploymentState, ModelVersion
+from forged.registry.model import DeploymentState, ModelVersion, is_rollback
 from forged.registry.records import (
     ENTRY_OVERHEAD_BYTES,
     HEADS,
@@ -115,8 +115,18 @@ class Draft:
         self.tell(ModelTransitioned(model.model_id, version, was.state, to, self.by, reason, waiver))
         # What a canary has shown is the first baseline of its successors.
         report = was.report if to is DeploymentState.PRODUCTION else None
-        metadata = replace(was.metadata, state=to)
-        return self.update(model, version, metadata=metadata, state_entry=number, state_by=self.by, report=report)
+        outdated = was.outdated_validations
+        if was.validation is not None and is_rollback(was.state, to):
+            outdated = was.validation.number
+        return self.update(
+            model,
+            version,
+            metadata=replace(was.metadata, state=to),
+            state_entry=number,
+            state_by=self.by,
+            report=report,
+            outdated_validations=outdated,
+        )
 
     def move_alias(self, model: Model, alias: str, version: ModelVersion | None, reason: str) -> None:
         """Let an alias name another version, or none."""

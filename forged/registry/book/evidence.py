@@ -2,6 +2,7 @@
 
 Invariants:
 - Only the newest validation counts: a failed one outweighs an older one that passed.
+- A canary that was rolled back is promoted again on a validation that is newer than the rollback.
 - Evidence is about the checksum of the version that it is recorded for.
 """
 
@@ -30,7 +31,7 @@ from forged.registry.messages import (
     ReportCanary,
     ValidationRecorded,
 )
-from forged.registry.model import DeploymentState, ModelVersion, ValidationResult, checked_result
+from forged.registry.model import DeploymentState, ModelVersion, ValidationResult, checked_result, is_rollback
 from forged.registry.records import (
     ENTRY_OVERHEAD_BYTES,
     VALIDATION_BYTES_MAX,
@@ -59,8 +60,7 @@ class Missing(NamedTuple):
 
 def needs_evidence(was: DeploymentState, to: DeploymentState) -> bool:
     """Whether a transition is a promotion that needs evidence; back from canary is none."""
-    is_rollback = was is DeploymentState.CANARY and to is DeploymentState.STAGING
-    return to in GUARDED and not is_rollback
+    return to in GUARDED and not is_rollback(was, to)
 
 
 def missing(record: VersionRecord, policy: ModelPolicy, now: float) -> Missing | None:
@@ -76,15 +76,17 @@ def missing(record: VersionRecord, policy: ModelPolicy, now: float) -> Missing |
     validation = record.validation
     if validation is None:
         return Missing("it was never validated", f"record a passing validation: {validate}")
-    reason = _fault(validation, record.metadata.checksum, policy, now)
+    reason = _fault(record, validation, policy, now)
     return Missing(f"validation {validation.number} {reason}", f"record a better one: {validate}") if reason else None
 
 
-def _fault(validation: RecordedValidation, checksum: str, policy: ModelPolicy, now: float) -> str:
-    """Why a validation is no evidence; empty if it is."""
-    result, age_s = validation.result, now - validation.at
+def _fault(record: VersionRecord, validation: RecordedValidation, policy: ModelPolicy, now: float) -> str:
+    """Why a validation of a version is no evidence; empty if it is."""
+    result, age_s, checksum = validation.result, now - validation.at, record.metadata.checksum
     if not result.passed:
         return "has failed"
+    if validation.number <= record.outdated_validations:
+        return "is older than its rollback from canary"
     if validation.checksum != checksum:
         return f"is about {validation.checksum}, not about {checksum}"
     if age_s > policy.evidence_max_age_s:

@@ -217,6 +217,8 @@ class TestLifecycle:
         assert on_daemon.lines(f"rollback {MODEL}@1.0.0") == [
             "took resnet@1.0.0 out of service; it is in staging again"
         ]
+        assert "older than its rollback from canary" in on_daemon.refused(f"promote {MODEL}@1.0.0")
+        on_daemon.validate("1.0.0")
         on_daemon.promote("1.0.0", 2)
         on_daemon.canary("1.1.0")
         assert on_daemon.lines(f"rollback {MODEL}@1.1.0") == ["took resnet@1.1.0 out of service; resnet@1.0.0 serves"]

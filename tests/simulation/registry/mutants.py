@@ -74,6 +74,13 @@ def accept_evidence_that_failed() -> Iterator[None]:
 
 
 @contextmanager
+def accept_evidence_from_before_a_rollback() -> Iterator[None]:
+    """A canary that was rolled back is promoted again on the same validation."""
+    with patch("forged.registry.book.draft.is_rollback", lambda was, to: False):
+        yield
+
+
+@contextmanager
 def accept_evidence_about_other_files() -> Iterator[None]:
     """A validation is recorded whatever its checksum."""
     validate = Evidence.validate
@@ -411,6 +418,7 @@ for mutant, promise in (
     (promote_without_evidence, Promise.EVIDENCE),
     (accept_expired_evidence, Promise.EVIDENCE),
     (accept_evidence_that_failed, Promise.EVIDENCE),
+    (accept_evidence_from_before_a_rollback, Promise.EVIDENCE),
     (accept_evidence_about_other_files, Promise.EVIDENCE),
     (ignore_the_limits_of_the_policy, Promise.EVIDENCE),
     (forget_the_waiver, Promise.EVIDENCE),

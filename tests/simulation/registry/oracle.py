@@ -92,6 +92,10 @@ class StoredModel:
     canary_entries: dict[ModelVersion, int] = field(default_factory=dict)
     """The entry by which each canary became one."""
     canary_times: Counter[ModelVersion] = field(default_factory=Counter)
+    validated: dict[ModelVersion, int] = field(default_factory=dict)
+    """The number of the newest validation of each version, by the journal."""
+    outdated: dict[ModelVersion, int] = field(default_factory=dict)
+    """That number when the version was last rolled back as a canary."""
 
     @property
     def ever(self) -> set[ModelVersion]:
@@ -224,6 +228,7 @@ class RegistryOracle:
         if version is None:
             return
         if entry.kind is JournalKind.VALIDATED:
+            model.validated[version] = entry.evidence
             self._check_validation(model, version)
         elif entry.kind is JournalKind.ROLLED_BACK and entry.by == DAEMON:
             self._check_rolled_back(digest, version)
@@ -240,13 +245,19 @@ class RegistryOracle:
 
     def _check_evidence(self, model: StoredModel, entry: JournalEntry, version: ModelVersion) -> None:
         is_rollback = (entry.was, entry.now) == (CANARY, STAGING)
+        if is_rollback:
+            model.outdated[version] = model.validated.get(version, 0)
         record, head = model.records.get(version), model.head
         if DeploymentState(entry.now) not in GUARDED or is_rollback or record is None or head is None:
             return
         validation = model.validations.get(version)
         is_demanded = head.policy.requires_validation
         is_sound = record.artifact_state not in UNSOUND
-        has_evidence = validation is not None and _is_evidence(validation, record, head.policy, entry.at)
+        has_evidence = (
+            validation is not None
+            and validation.number > model.outdated.get(version, 0)
+            and _is_evidence(validation, record, head.policy, entry.at)
+        )
         if is_sound and (has_evidence or not is_demanded):
             right = validation.number if is_demanded and validation is not None else 0
             if (entry.evidence, entry.waiver) != (right, ""):
