@@ -121,15 +121,18 @@ class ModelMethods(DaemonMethods):
     async def import_models(
         self, versions: Sequence[ImportedVersion], reason: str, *, dry_run: bool = False
     ) -> ImportedModels:
-        """Take in versions that serve elsewhere, in the states that they have there."""
+        """Take in versions that serve elsewhere, in the states that they have there.
+
+        `serving` of the reply names those that serve instead of other versions from now on.
+        """
         from msgspec import msgpack
 
         from forged.registry.messages import ImportedModels, ImportModels
 
-        outcomes: list[list[str]] = [[], [], []]
+        outcomes: list[list[str]] = [[], [], [], []]
         for batch in in_batches(versions, msgpack.encode, IMPORTED_AT_ONCE):
             done = await self.request(ImportModels(batch, reason, dry_run))
-            for outcome, more in zip(outcomes, (done.imported, done.known, done.refused), strict=True):
+            for outcome, more in zip(outcomes, (done.imported, done.known, done.refused, done.serving), strict=True):
                 outcome += more
         return ImportedModels(*outcomes)
 

@@ -226,6 +226,8 @@ class ImportedModels(msgspec.Struct, frozen=True):
     known: list[str]
     refused: list[str]
     """With reasons."""
+    serving: list[str] = []
+    """What serves instead of another version of a model that was there before: `model@2.0.0 instead of 1.0.0`."""
 
 
 # Facts. Their job is the namespace of the model if there is such a job, else none.

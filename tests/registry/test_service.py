@@ -1074,6 +1074,25 @@ async def test_imported_versions_have_their_states_aliases_and_evidence() -> Non
         assert [entry.kind for entry in await one.journal()][-1] == "imported"
 
 
+@pytest.mark.parametrize(
+    ("served", "told"), [(True, f"{MODEL}@3.0.0 instead of 1.0.0"), (False, f"{MODEL}@3.0.0 instead of none")]
+)
+@on_virtual_time
+async def test_import_tells_which_version_serves_instead_of_another(served: bool, told: str) -> None:
+    async with registry() as one:
+        await (one.serve(V1) if served else one.register(V1))
+        versions = [
+            ImportedVersion(metadata(V2, state=PRODUCTION), [SERVING]),
+            ImportedVersion(metadata(V3, state=PRODUCTION), [SERVING, "champion"]),
+            ImportedVersion(metadata(V1, model_id="vision/new", state=PRODUCTION), [SERVING]),
+        ]
+        planned = await one.ask(ImportModels(versions, "moving", dry_run=True))
+        assert (planned.serving, one.serving) == ([told], V1 if served else None)
+        assert (await one.ask(ImportModels(versions, "moving"))).serving == [told]
+        assert one.serving == V3
+        assert (await one.ask(ImportModels(versions, "moving"))).serving == []
+
+
 @on_virtual_time
 async def test_import_gives_a_model_no_more_aliases_than_it_may_have() -> None:
     async with registry() as one:

@@ -21,7 +21,7 @@ from forged.cli.process import EXIT_FAILED, EXIT_OK
 from forged.errors import ConfigError
 
 BATCH_MAX = 500
-OUTCOMES = ("imported", "known", "refused")
+OUTCOMES = ("imported", "known", "refused", "serving")
 STDIN = "-"
 SHOWN_MAX = 12
 FORM = 'write {"versions": [{"metadata": {"model_id": ..., "version": "1.2.0", "state": ..., "checksum": ...}}]}'
@@ -47,18 +47,23 @@ def send(options: Options, versions: Sequence[Row], reason: str) -> Row:
 
 def show_imported(done: Row) -> None:
     """Print the outcomes of an import."""
-    imported, known, refused = (done[outcome] for outcome in OUTCOMES)
+    imported, known, refused, serving = (done[outcome] for outcome in OUTCOMES)
     verb = "would import" if done["dry_run"] else "imported"
     if imported:
         print(f"{verb} {tables.counted(len(imported), 'version')}: {tables.names(imported)}")
+    _print_some("would serve" if done["dry_run"] else "serves now", serving)
     if known:
         print(f"known before: {tables.counted(len(known), 'version')}: {tables.names(known)}")
-    for one in refused[:SHOWN_MAX]:
-        tables.print_wrapped(f"refused: {tables.field('', one)}", tables.NOTE_INDENT)
-    if len(refused) > SHOWN_MAX:
-        print(f"and {len(refused) - SHOWN_MAX:,} more: --json shows them")
+    _print_some("refused", refused)
     if not (imported or known or refused):
         print("there is no version to import")
+
+
+def _print_some(label: str, listed: Sequence[str]) -> None:
+    for one in listed[:SHOWN_MAX]:
+        tables.print_wrapped(f"{label}: {tables.field('', one)}", tables.NOTE_INDENT)
+    if len(listed) > SHOWN_MAX:
+        print(f"and {len(listed) - SHOWN_MAX:,} more: --json shows them")
 
 
 # The file.

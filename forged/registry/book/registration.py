@@ -103,8 +103,9 @@ class Registration:
         """Add versions in the states that they have elsewhere."""
         if len(request.versions) > IMPORTED_MAX:
             raise argument_invalid("versions", f"{len(request.versions)} versions", f"at most {IMPORTED_MAX}")
-        reply = ImportedModels([], [], [])
+        reply = ImportedModels([], [], [], [])
         new = list(self._to_import(request, by, now, reply))
+        reply.serving.extend(self._to_serve(new))
         if request.dry_run or not new:
             return [Decision(reply)]
         return list(self._imported(new, request, by, now, reply))
@@ -146,6 +147,14 @@ class Registration:
         if len(names.union(new)) > ALIASES_MAX:
             raise argument_invalid("aliases", f"{len(names)} and more", f"at most {ALIASES_MAX} aliases of a model")
         names.update(new)
+
+    def _to_serve(self, new: list[NewVersion]) -> Iterator[str]:
+        """The models that are known, in which one of these versions is to serve."""
+        versions = {one.record.model_id: one.record.version for one in new if SERVING in one.aliases}
+        for model_id, version in versions.items():
+            model = self._state.models.get(model_id)
+            if model is not None:
+                yield f"{model_id}@{version} instead of {model.serving or 'none'}"
 
     def _is_known(self, one: ImportedVersion, planned: dict[tuple[str, ModelVersion], str]) -> bool:
         model_id, version = one.metadata.model_id, one.metadata.version

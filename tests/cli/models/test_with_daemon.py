@@ -529,6 +529,23 @@ class TestImport:
             "known before: 2 versions: resnet@1.2.0, resnet@1.1.0"
         ]
 
+    def test_import_tells_what_serves_instead_of_another_version(
+        self, on_daemon: RegistryDaemon, tmp_path: Path
+    ) -> None:
+        on_daemon.serve("1.0.0")
+        metadata = {"model_id": "resnet", "version": "2.0.0", "state": "production", "checksum": "sha256:00"}
+        (tmp_path / "models.json").write_text(json.dumps([{"metadata": metadata, "aliases": ["serving"]}]))
+        assert on_daemon.lines(f"import {tmp_path}/models.json --dry-run") == [
+            "would import 1 version: resnet@2.0.0",
+            "would serve: resnet@2.0.0 instead of 1.0.0",
+        ]
+        assert fields_of(on_daemon.lines(f"show {MODEL}@serving"))["version"] == "1.0.0"
+        assert on_daemon.lines(f"import {tmp_path}/models.json") == [
+            "imported 1 version: resnet@2.0.0",
+            "serves now: resnet@2.0.0 instead of 1.0.0",
+        ]
+        assert on_daemon.json(f"import {tmp_path}/models.json")["serving"] == []
+
     def test_refused_version_is_told_and_fails_the_command(self, on_daemon: RegistryDaemon, tmp_path: Path) -> None:
         metadata = {"model_id": "resnet", "version": "1.2.0", "state": "staging", "checksum": "x"}
         (tmp_path / "models.json").write_text(json.dumps([{"metadata": metadata, "aliases": ["serving"]}]))
