@@ -12,6 +12,7 @@ from forged.jobs.model import SettingValue
 from forged.kernel.messages import Call, Request
 from forged.kernel.store.port import Store
 from forged.registry.messages import (
+    CanaryAction,
     JournalEntry,
     ModelPolicy,
     ModelRolledBack,
@@ -89,21 +90,31 @@ class Registry:
         for to in states:
             await self.ask(TransitionModel(MODEL, version, to, **more))
 
-    async def serve(self, version: ModelVersion) -> None:
-        """Register and validate a version and promote it until it serves."""
-        await self.make_canary(version)
-        await self.promote(version, DeploymentState.PRODUCTION)
+    async def serve(self, *versions: ModelVersion) -> None:
+        """Register and validate each version and promote it until it serves; the last one serves then."""
+        for version in versions:
+            await self.make_canary(version)
+            await self.promote(version, DeploymentState.PRODUCTION)
 
     async def make_canary(self, version: ModelVersion) -> None:
         await self.register(version)
         await self.validate(version)
         await self.promote(version, *TO_CANARY)
 
+    async def watch_canary(self, action: CanaryAction) -> None:
+        """Let V1 serve and V2 be a canary; the action is what follows if V2 is bad."""
+        await self.serve(V1)
+        await self.make_canary(V2)
+        await self.set_policy(canary=action)
+
     async def set_policy(self, **changes: Any) -> None:
         await self.ask(SetModelPolicy(MODEL, ModelPolicy(**changes)))
 
     async def report(self, version: ModelVersion, **changes: Any) -> Any:
-        return await self.ask(ReportCanary(result(version, **changes)), TENANT)
+        """Report what a version shows in service, and let the registry judge it."""
+        measured = await self.ask(ReportCanary(result(version, **changes)), TENANT)
+        await self.kernel.settle()
+        return measured
 
     async def roll_back(self, version: ModelVersion | None = None, **more: Any) -> ModelRolledBack:
         done: ModelRolledBack = await self.ask(RollBackModel(MODEL, version, **more))

@@ -625,8 +625,7 @@ async def test_serving_version_is_not_deprecated() -> None:
 @on_virtual_time
 async def test_refusal_for_the_serving_version_names_what_takes_it_out_of_service() -> None:
     async with registry() as one:
-        await one.serve(V1)
-        await one.serve(V2)
+        await one.serve(V1, V2)
         with pytest.raises(ForgedError) as caught:
             await one.promote(V2, ARCHIVED)
         assert caught.value.code == "model_transition_refused"
@@ -658,8 +657,7 @@ async def test_last_serving_version_is_deprecated_with_a_reason() -> None:
 @on_virtual_time
 async def test_rollback_returns_to_the_version_that_served_before() -> None:
     async with registry() as one:
-        for version in (V1, V2, V3):
-            await one.serve(version)
+        await one.serve(V1, V2, V3)
         done = await one.roll_back(reason="it fails")
         assert done == ModelRolledBack(MODEL, V3, V2, OPERATOR.name, "it fails")
         assert (one.serving, await one.state(V3)) == (V2, "deprecated")
@@ -677,8 +675,7 @@ async def test_rollback_returns_to_the_version_that_served_before() -> None:
 @on_virtual_time
 async def test_rollback_passes_over_what_is_deprecated_and_takes_what_is_named() -> None:
     async with registry() as one:
-        for version in (V1, V2, V3):
-            await one.serve(version)
+        await one.serve(V1, V2, V3)
         await one.promote(V2, DEPRECATED)
         for wrong in ({"to": V2}, {"to": V3}, {"version": V1}, {"version": V2}):
             assert await refused(one.roll_back(**wrong)) == "model_rollback_refused"
@@ -690,8 +687,7 @@ async def test_rollback_passes_over_what_is_deprecated_and_takes_what_is_named()
 @on_virtual_time
 async def test_rollback_passes_over_unsound_files_unless_the_version_is_named(found: ArtifactState) -> None:
     async with registry() as one:
-        for version in (V1, V2, V3):
-            await one.serve(version)
+        await one.serve(V1, V2, V3)
         await one.ask(ReportArtifact(MODEL, V2, found, "gone"))
         assert (await one.roll_back()).to == V1
         await one.serve(ModelVersion(4, 0, 0))
@@ -742,7 +738,6 @@ async def test_canary_without_a_baseline_is_not_judged() -> None:
         await one.make_canary(V1)
         await one.set_policy(canary=CanaryAction.ACT, rollback_threshold=0.0)
         measured = await one.report(V1, latency_p99_ms=1e6)
-        await one.kernel.settle()
         assert (measured.baseline, measured.priority, await one.state(V1)) == (None, 0.0, "canary")
         assert "no version serves" in measured.reason
 
@@ -750,8 +745,7 @@ async def test_canary_without_a_baseline_is_not_judged() -> None:
 @on_virtual_time
 async def test_only_canaries_and_the_serving_version_report() -> None:
     async with registry() as one:
-        await one.serve(V1)
-        await one.serve(V2)
+        await one.serve(V1, V2)
         await one.register(V3)
         for version in (V1, V3):
             with pytest.raises(ForgedError) as caught:
@@ -763,14 +757,10 @@ async def test_only_canaries_and_the_serving_version_report() -> None:
 @on_virtual_time
 async def test_bad_canary_is_rolled_back_once() -> None:
     async with registry() as one:
-        await one.serve(V1)
-        await one.make_canary(V2)
-        await one.set_policy(canary=CanaryAction.ACT)
+        await one.watch_canary(CanaryAction.ACT)
         await one.report(V2, latency_p99_ms=19.0)
-        await one.kernel.settle()
         assert await one.state(V2) == "canary"
         measured = await one.report(V2, latency_p99_ms=20.0)
-        await one.kernel.settle()
         assert (measured.priority, await one.state(V2)) == (1.0, "staging")
         (done,) = one.kernel.facts(ModelRolledBack)
         assert (done.version, done.to, done.by) == (V2, V1, "daemon")
@@ -788,11 +778,8 @@ async def test_canary_that_was_promoted_meanwhile_stays_in_service() -> None:
         one.kernel.bus.wrap(RollBackModel, wrapper, owner="a plugin")
 
     async with registry(extend=extend) as one:
-        await one.serve(V1)
-        await one.make_canary(V2)
-        await one.set_policy(canary=CanaryAction.ACT)
+        await one.watch_canary(CanaryAction.ACT)
         await one.report(V2, latency_p99_ms=20.0)
-        await one.kernel.settle()
         assert (one.serving, await one.state(V2)) == (V2, "production")
 
 
@@ -808,11 +795,8 @@ async def test_plugin_may_replace_the_rollback_of_a_bad_canary() -> None:
         one.kernel.bus.wrap(RollBackModel, wrapper, owner="a plugin")
 
     async with registry(extend=extend) as one:
-        await one.serve(V1)
-        await one.make_canary(V2)
-        await one.set_policy(canary=CanaryAction.ACT)
+        await one.watch_canary(CanaryAction.ACT)
         await one.report(V2, latency_p99_ms=20.0)
-        await one.kernel.settle()
         assert [request.version for request in asked] == [V2]
         assert await one.state(V2) == "canary"
 
@@ -820,11 +804,8 @@ async def test_plugin_may_replace_the_rollback_of_a_bad_canary() -> None:
 @on_virtual_time
 async def test_old_measurement_does_not_roll_back_a_new_canary() -> None:
     async with registry() as one:
-        await one.serve(V1)
-        await one.make_canary(V2)
-        await one.set_policy(canary=CanaryAction.ACT)
+        await one.watch_canary(CanaryAction.ACT)
         await one.report(V2, latency_p99_ms=20.0)
-        await one.kernel.settle()
         await one.validate(V2)
         await one.promote(V2, CANARY)
         # As after a crash before the position of the judge was stored.
@@ -841,7 +822,6 @@ async def test_rollback_of_a_bad_canary_is_advised_once_for_each_time() -> None:
         await one.make_canary(V2)
         for _ in range(3):
             await one.report(V2, latency_p99_ms=25.0)
-        await one.kernel.settle()
         (advised,) = one.kernel.facts(RollbackAdvised)
         assert (advised.version, advised.priority, advised.threshold) == (V2, 1.5, 1.0)
         assert await one.state(V2) == "canary"
@@ -849,18 +829,14 @@ async def test_rollback_of_a_bad_canary_is_advised_once_for_each_time() -> None:
         await one.validate(V2)
         await one.promote(V2, CANARY)
         await one.report(V2, latency_p99_ms=25.0)
-        await one.kernel.settle()
         assert len(one.kernel.facts(RollbackAdvised)) == 2
 
 
 @on_virtual_time
 async def test_policy_off_neither_acts_nor_advises() -> None:
     async with registry() as one:
-        await one.serve(V1)
-        await one.make_canary(V2)
-        await one.set_policy(canary=CanaryAction.OFF)
+        await one.watch_canary(CanaryAction.OFF)
         await one.report(V2, latency_p99_ms=1e6)
-        await one.kernel.settle()
         assert await one.state(V2) == "canary"
         assert not one.kernel.facts(RollbackAdvised)
 
@@ -973,8 +949,7 @@ async def test_change_of_policy_is_in_the_journal() -> None:
 @on_virtual_time
 async def test_version_is_deleted_when_archived_and_unnamed() -> None:
     async with registry() as one:
-        await one.serve(V1)
-        await one.serve(V2)
+        await one.serve(V1, V2)
         await one.ask(MoveAlias(MODEL, "old", V1))
         assert await refused(one.ask(DeleteModel(MODEL, V1))) == "model_version_in_use"
         await one.promote(V1, DEPRECATED, ARCHIVED)
@@ -1272,8 +1247,7 @@ async def test_comparison_suggests_the_step_of_the_version() -> None:
 @on_virtual_time
 async def test_journal_of_one_version_is_read_in_pages() -> None:
     async with registry() as one:
-        for version in (V1, V2):
-            await one.serve(version)
+        await one.serve(V1, V2)
         of_v1 = [entry for entry in await one.journal() if entry.version == V1]
         assert await one.journal(version=V1) == of_v1
         assert await one.journal(version=V1, limit=2) == of_v1
@@ -1343,9 +1317,7 @@ class DyingStore(FaultyStore):
 async def test_rollback_survives_a_daemon_that_dies_at_any_commit(how: str, later: int) -> None:
     store = DyingStore()
     async with registry(store) as one:
-        await one.serve(V1)
-        await one.make_canary(V2)
-        await one.set_policy(canary=CanaryAction.ACT)
+        await one.watch_canary(CanaryAction.ACT)
         store.dies_at, store.how = store.attempts + later, how
         one.kernel.bus.submit(ReportCanary(result(V2, latency_p99_ms=20.0)), Call(TENANT, "a test"))
         await anyio.sleep(5.0)
@@ -1381,8 +1353,7 @@ async def test_full_registry_refuses_a_tenant_and_serves_operators() -> None:
 @on_virtual_time
 async def test_full_registry_rolls_back() -> None:
     async with registry() as one:
-        await one.serve(V1)
-        await one.serve(V2)
+        await one.serve(V1, V2)
         one.service.state.set_bytes_max(1000)
         assert await refused(one.ask(SetModelPolicy(MODEL, ModelPolicy(min_accuracy=0.5)))) == "registry_full"
         assert (await one.roll_back()).to == V1
