@@ -12,6 +12,7 @@ from forged.catalog.model import CheckpointState
 from forged.catalog.records import CheckpointRecord
 from forged.errors import ForgedError, Unavailable
 from forged.kernel.bus.requests import Proceed
+from forged.kernel.ledger import read_all
 from forged.kernel.messages import Call
 from forged.kernel.store.port import Conflict, Transaction
 from forged.registry.book.lifecycle import ENTRIES_BYTES_MAX
@@ -961,8 +962,8 @@ async def test_version_is_deleted_when_archived_and_unnamed() -> None:
         journal = await one.journal()
         assert (len(journal), journal[0].kind, journal[0].reason) == (before + 1, "deleted", "space")
         assert await refused(one.register(V1)) == "model_version_taken"
-        keys = [key for key in one.kernel.store.memory._entries if "/1.0.0" in key]  # type: ignore[attr-defined]
-        assert len(keys) == 1
+        entries = await read_all(one.kernel.store, "model")
+        assert len([entry.key for entry in entries if "/1.0.0" in entry.key]) == 1
         await one.reload()
         assert await refused(one.register(V1)) == "model_version_taken"
         assert [entry.kind for entry in await one.journal(version=V1)][:2] == ["deleted", "transitioned"]

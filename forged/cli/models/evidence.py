@@ -83,8 +83,9 @@ def _show_measured(metadata: Row, reply: Row) -> None:
 def _consequence(metadata: Row, reply: Row) -> str:
     """What follows from a priority at or above the threshold."""
     priority, threshold = reply.get("priority"), reply.get("threshold")
-    is_known = isinstance(priority, (int, float)) and isinstance(threshold, (int, float))
-    if metadata.get("state") != "canary" or not is_known or priority < threshold:  # type: ignore[operator]
+    if not isinstance(priority, (int, float)) or not isinstance(threshold, (int, float)):
+        return ""
+    if metadata.get("state") != "canary" or priority < threshold:
         return ""
     return {
         "act": "; the registry rolls it back",
