@@ -467,23 +467,16 @@ class ModelMethods(DaemonMethods):
 
 def next_state(metadata: ModelMetadata) -> DeploymentState:
     """The next state towards production."""
-    from forged.registry.model import DeploymentState
+    from forged.registry.model import PROMOTIONS, DeploymentState
 
-    path = (
-        DeploymentState.REGISTERED,
-        DeploymentState.VALIDATING,
-        DeploymentState.STAGING,
-        DeploymentState.CANARY,
-        DeploymentState.PRODUCTION,
-    )
-    place = path.index(metadata.state) + 1 if metadata.state in path else len(path)
-    if place == len(path):
+    following = PROMOTIONS.get(metadata.state)
+    if following is None:
         raise RequestRefused(
             "model_transition_refused",
             f"{metadata.model_id}@{metadata.version} is {metadata.state}; no promotion leads on from there",
-            "promote another version" if metadata.state in path else "register a new version",
+            "promote another version" if metadata.state is DeploymentState.PRODUCTION else "register a new version",
         )
-    return path[place]
+    return following
 
 
 def _exact(version: ModelVersion | str) -> ModelVersion:

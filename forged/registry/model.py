@@ -69,6 +69,13 @@ TRANSITIONS: Mapping[DeploymentState, frozenset[DeploymentState]] = {
     DeploymentState.ARCHIVED: frozenset(),
 }
 """The states that may follow a state. Back to registered: a failure; from canary back to staging: a rollback."""
+PROMOTIONS = {
+    DeploymentState.REGISTERED: DeploymentState.VALIDATING,
+    DeploymentState.VALIDATING: DeploymentState.STAGING,
+    DeploymentState.STAGING: DeploymentState.CANARY,
+    DeploymentState.CANARY: DeploymentState.PRODUCTION,
+}
+"""The next state towards production."""
 
 
 class ModelMetadata(msgspec.Struct, frozen=True, gc=False):

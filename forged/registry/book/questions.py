@@ -36,7 +36,7 @@ from forged.registry.messages import (
     ServedVersion,
     VersionPage,
 )
-from forged.registry.model import TRANSITIONS, DeploymentState, ModelMetadata, ValidationResult
+from forged.registry.model import PROMOTIONS, TRANSITIONS, DeploymentState, ModelMetadata, ValidationResult
 from forged.registry.names import checked_alias
 from forged.registry.records import VersionDetails, VersionRecord
 from forged.registry.versions import parse_version, shape_compatibility, suggested_bump
@@ -44,12 +44,6 @@ from forged.registry.versions import parse_version, shape_compatibility, suggest
 LOOKED_AT_MAX = 2_000
 """So many versions are looked at before other requests get their turn."""
 TAGS_SHOWN_MAX = 100
-PROMOTIONS = {
-    DeploymentState.REGISTERED: DeploymentState.VALIDATING,
-    DeploymentState.VALIDATING: DeploymentState.STAGING,
-    DeploymentState.STAGING: DeploymentState.CANARY,
-    DeploymentState.CANARY: DeploymentState.PRODUCTION,
-}
 
 
 class Questions:
