@@ -7,9 +7,11 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from random import Random
+from typing import Any, NoReturn, TypeVar
 
 import anyio
 from anyio.abc import TaskGroup
@@ -21,9 +23,10 @@ from forged.client import ForgedClient
 from forged.config import Config
 from forged.daemon import Daemon, Ports
 from forged.errors import ForgedError, Unavailable
+from forged.kernel.messages import Request
 from tests.simulation.environment.disk import DiskFaults, SimulatedDisk
 from tests.simulation.environment.links import Faults
-from tests.simulation.environment.loop import VirtualClock, VirtualLoop
+from tests.simulation.environment.loop import SimulationError, VirtualClock, VirtualLoop, run
 from tests.simulation.environment.network import SimulatedNetwork
 from tests.simulation.environment.store import LogStore
 
@@ -37,6 +40,7 @@ RESTARTED_AFTER_S = (0.0, 0.01, 0.5, 3.0)
 
 
 OpenStore = Callable[[], Awaitable[LogStore]]
+S = TypeVar("S", bound="Simulation")
 
 
 class Simulation(ABC):
@@ -68,20 +72,41 @@ class Simulation(ABC):
     # For subclasses.
 
     @abstractmethod
+    async def run(self) -> None:
+        """Run the simulation from the first start to the final checks."""
+
     def ports(self, clock: VirtualClock, number: int) -> Ports:
         """The ports of the daemon with that number."""
+        return Ports(
+            clock,
+            self.network.host(SERVER),
+            number,
+            0,
+            self.open_store_of(self.disk),
+            random=Random(f"daemon {number} {self.seed}"),
+        )
 
-    @abstractmethod
     def config(self) -> Config:
         """The settings of the next daemon."""
+        return Config(
+            data_dir="/",
+            socket=SOCKET,
+            listen=(ENDPOINT,),
+            anonymous_loopback_role="none",
+            unix_other_role="operator",
+        )
 
     @abstractmethod
     def extend(self, daemon: Daemon) -> None:
         """Register observers in a new daemon."""
 
-    @abstractmethod
+    def handler_failed(self, owner: str, error: BaseException) -> NoReturn:
+        """A built-in handler of the daemon has raised, which is a mistake in the code."""
+        raise SimulationError(f"{owner} broke") from error
+
     def daemon_started(self, daemon: Daemon) -> None:
         """The daemon is ready."""
+        self.daemon = daemon
 
     @abstractmethod
     def daemon_stopped(self) -> None:
@@ -89,7 +114,7 @@ class Simulation(ABC):
 
     @abstractmethod
     def daemon_failed_to_start(self, code: str) -> None:
-        """A daemon failed to start with this error code."""
+        """A daemon failed to start, and not by an error of its store."""
 
     # The daemon.
 
@@ -136,14 +161,14 @@ class Simulation(ABC):
             try:
                 async with Daemon.running(config, ports, extend=self.extend) as daemon:
                     self.note(f"daemon {number} is ready at revision {daemon.ledger.durable}")
-                    self.daemon = daemon
                     self.daemon_started(daemon)
                     await anyio.sleep_forever()
             except ForgedError as error:
                 # Like systemd: a daemon that fails to start is started again.
                 self.note(f"daemon {number} failed to start: {error.code}")
                 self.daemon_stopped()
-                self.daemon_failed_to_start(error.code)
+                if not error.code.startswith("store_"):
+                    self.daemon_failed_to_start(error.code)
                 await anyio.sleep(0.5)
 
     async def make_token(self) -> None:
@@ -175,6 +200,18 @@ class Simulation(ABC):
 
     # Faults.
 
+    async def cause_faults(self, faults: Sequence[Callable[[], None]], for_s: float, pause_s_max: float) -> None:
+        """Cause one fault after the other, with pauses, for so long."""
+        ends_at = self.loop.time() + for_s
+        while self.loop.time() < ends_at:
+            await anyio.sleep(self.random.uniform(0.1, pause_s_max))
+            self.random.choice(faults)()
+
+    def partition(self, hosts: Sequence[str]) -> None:
+        """Cut some of the hosts off from the daemon."""
+        cut_off = self.random.sample(hosts, self.random.randint(1, len(hosts)))
+        self.network.partition(cut_off, [SERVER], one_way=self.random.random() < 0.3)
+
     def fill_disk(self) -> None:
         """Reduce the disk's capacity to almost its used space."""
         self.note("the disk is full")
@@ -192,6 +229,33 @@ class Simulation(ABC):
         self.network.calm()
         self.disk.capacity_bytes = None
         self.disk.faults = DiskFaults()
+
+
+def simulated(
+    simulation: Callable[[int, VirtualLoop, Random], S], source: str, seed: int, watch: Callable[[S], None]
+) -> S:
+    """Run one seed with the random source of this name; `watch` is called before."""
+
+    async def main() -> S:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        made = simulation(seed, loop, Random(f"{source} {seed}"))
+        watch(made)
+        await made.run()
+        return made
+
+    return run(main, seed)
+
+
+async def until_done(operator: ForgedClient, request: Request[Any]) -> None:
+    """Repeat a request until it is answered."""
+    while True:
+        try:
+            await operator.request(request)
+        except Unavailable:
+            await anyio.sleep(0.1)
+        else:
+            return
 
 
 def network_faults(random: Random) -> Faults:

@@ -18,10 +18,10 @@ from tests.simulation.catalog import mutants as catalog_mutants
 from tests.simulation.catalog import simulation as catalog
 from tests.simulation.daemon import mutants as daemon_mutants
 from tests.simulation.daemon import simulation as daemon
-from tests.simulation.daemon.oracle import InvariantViolated
 from tests.simulation.data import mutants as data_mutants
 from tests.simulation.elastic import mutants as elastic_mutants
 from tests.simulation.elastic import simulation as elastic
+from tests.simulation.oracle import InvariantViolated
 from tests.simulation.registry import mutants as registry_mutants
 from tests.simulation.registry import simulation as registry
 

@@ -74,7 +74,7 @@ class ReaderActor:
         self._random = Random(f"reader {simulation.seed}")
 
     async def run(self) -> None:
-        async with self._simulation.client("reader", "") as client:
+        async with self._simulation.client("reader") as client:
             number = 0
             while self._simulation.faults_active:
                 number += 1
@@ -110,7 +110,7 @@ class OperatorActor:
             self._compact,
             self._look,
         )
-        async with self._simulation.client("operator", "") as client:
+        async with self._simulation.client("operator") as client:
             while self._simulation.faults_active:
                 await anyio.sleep(self._random.uniform(0.1, 1.5))
                 try:
@@ -227,7 +227,7 @@ class ModelMaker:
         self._random = Random(f"models {simulation.seed}")
 
     async def run(self) -> None:
-        async with self._simulation.client("models", "") as client:
+        async with self._simulation.client("models") as client:
             while self._simulation.faults_active:
                 await anyio.sleep(self._random.uniform(0.2, 3.0))
                 with suppress(RequestRefused, Unavailable):
@@ -259,7 +259,7 @@ class HostileTenant:
     async def run(self) -> None:
         """Try everything until the faults end."""
         self._oracle.writers[self._me] = writer = Writer()
-        async with self._simulation.client("hostile", HOSTILE) as client:
+        async with self._simulation.client(HOSTILE) as client:
             while self._simulation.faults_active:
                 await anyio.sleep(self._random.uniform(0.1, 1.0))
                 attempt = self._random.choice((self._claim, self._claim, self._name_others, self._lie))

@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NoReturn
 
 from msgspec.structs import replace
 
@@ -41,7 +40,7 @@ from tests.simulation.catalog.retention_model import Policies, rank, restorable,
 from tests.simulation.catalog.slot_oracle import SlotOracle
 from tests.simulation.catalog.slots import HostMemory
 from tests.simulation.catalog.storage import SaveName, SimulatedStorage, StoredFile
-from tests.simulation.daemon.oracle import InvariantViolated
+from tests.simulation.oracle import StoreOracle
 
 HOSTILE = "hostile"
 """A job whose worker reports whatever it likes."""
@@ -77,9 +76,10 @@ class Writer:
 
 
 @dataclass
-class CatalogOracle:
+class CatalogOracle(StoreOracle):
     """Collects what happens and checks the promises."""
 
+    prefixes = (PREFIX,)
     now: Callable[[], float]
     storage: SimulatedStorage
     memory: HostMemory
@@ -87,10 +87,8 @@ class CatalogOracle:
     is_managed: Callable[[CheckpointRecord], bool]
     writer_gone_s: float
     writing_s_max: float
-    facts: dict[int, Record] = field(default_factory=dict)
     records: dict[str, CheckpointRecord] = field(default_factory=dict)
     """The stored records, by id."""
-    violations: list[str] = field(default_factory=list)
     writers: dict[tuple[str, str, bytes], Writer] = field(default_factory=dict)
     pinned: set[str] = field(default_factory=set)
     """The checkpoints with an acknowledged pin that nobody has begun to take back."""
@@ -132,23 +130,9 @@ class CatalogOracle:
         self._started_by: dict[str, int] = {}
         """The number of the fact with which each checkpoint came into the catalogue."""
 
-    def violated(self, promise: Promise, what: str) -> None:
-        """Record a violation; `check` raises it, because the daemon isolates exceptions."""
-        self.violations.append(f"{promise.name.lower()}: {what}")
-
-    def broken(self, promise: Promise, what: str) -> NoReturn:
-        """Raise a violation outside the daemon."""
-        raise InvariantViolated(f"{promise.name.lower()}: {what}")
-
-    def check(self) -> None:
-        """Raise the first recorded violation."""
-        if self.violations:
-            raise InvariantViolated(self.violations[0])
-
     # What becomes durable.
 
     def committed(self, transaction: Transaction) -> None:
-        """A transaction is durable."""
         puts = {key: value for key, value in transaction.puts.items() if key.startswith((PREFIX, FACT_PREFIX))}
         gone = [key.rpartition("/")[2] for key in transaction.deletes if key.startswith(PREFIX)]
         if puts or gone:
@@ -156,16 +140,13 @@ class CatalogOracle:
             records = [decoded(value) for key, value in puts.items() if key.startswith(PREFIX)]
             self._changed(facts, {one.id: one for one in records}, gone, is_one_decision=True)
 
-    def loaded(self, facts: Iterable[Record], records: Iterable[CheckpointRecord]) -> None:
-        """A daemon has read its store: also what a killed one has made durable without knowing."""
+    def loaded(self, facts: Sequence[Record], entries: Mapping[str, bytes]) -> None:
         self.slots.loaded_at = self.now()
-        last = max(self.facts, default=0)
-        new = [one for one in facts if one.id > last]
-        found = {one.id: one for one in records}
+        found = {one.id: one for one in map(decoded, entries.values())}
         changed = {key: one for key, one in found.items() if self.records.get(key) != one}
         gone = [key for key in self.records if key not in found]
-        if new or changed or gone:
-            self._changed(new, changed, gone, is_one_decision=False)
+        if facts or changed or gone:
+            self._changed(facts, changed, gone, is_one_decision=False)
 
     def _changed(
         self,

@@ -7,36 +7,32 @@ Invariants:
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from random import Random
 from typing import Any, cast
 from unittest.mock import patch
 
 import anyio
+from anyio.abc import TaskGroup
 
-from forged.auth.messages import CreateToken
 from forged.auth.model import Role
-from forged.auth.tokens import encode_token
 from forged.catalog.messages import CollectCheckpoints
-from forged.catalog.records import PREFIX, CheckpointRecord, decoded
+from forged.catalog.records import CheckpointRecord
 from forged.client import ForgedClient
 from forged.config import Config
 from forged.daemon import Daemon, Ports
 from forged.elastic.messages import ConfirmWorker, ProgressLost
-from forged.errors import ForgedError, RequestRefused, Unavailable
+from forged.errors import ForgedError, RequestRefused
 from forged.jobs.model import CreateJob
 from forged.kernel.bus.requests import Proceed
-from forged.kernel.ledger import FACT_PREFIX, read_all
-from forged.kernel.messages import Call, Decision, Fact, Nothing, Record, Request
-from forged.kernel.store.port import Conflict, Store, Transaction
-from forged.net.transport.connection import ConnectionLimits
+from forged.kernel.messages import Call, Decision, Fact, Nothing
+from forged.kernel.store.port import Store
 from forged.retry import RetryPolicy
-from tests.simulation.base import ENDPOINT, FOUND_WITHIN_S, PORT, SERVER, SOCKET, OpenStore, Simulation
+from tests.simulation.base import PORT, simulated, until_done
 from tests.simulation.catalog.callers import HostileTenant, ModelMaker, OperatorActor, ReaderActor, drawn_settings
 from tests.simulation.catalog.oracle import HOSTILE, CatalogOracle, Promise
 from tests.simulation.catalog.slot_oracle import LEFT_S
@@ -44,9 +40,8 @@ from tests.simulation.catalog.slots import HostMemory, HostWatch, RivalHost, Sim
 from tests.simulation.catalog.stagers import StagingWorld
 from tests.simulation.catalog.storage import SimulatedFiles, SimulatedStorage
 from tests.simulation.catalog.workers import JobPlan, Trainer, ask
-from tests.simulation.environment.disk import SimulatedDisk
-from tests.simulation.environment.loop import SimulationError, VirtualClock, VirtualLoop, run
-from tests.simulation.environment.store import LogStore
+from tests.simulation.environment.loop import VirtualClock, VirtualLoop
+from tests.simulation.watched import WatchedSimulation
 
 FAULTS_S = 17.0
 RECOVERY_MAX_S = 120.0
@@ -130,20 +125,6 @@ MUST_HAPPEN = (
 """What happens somewhere in the first few hundred seeds."""
 
 
-class WatchedStore(LogStore):
-    """Tells the oracle of each transaction that is durable."""
-
-    simulation: CatalogSimulation
-
-    async def _commit(self, batch: Sequence[Transaction]) -> Sequence[Conflict | None]:
-        conflicts = await super()._commit(batch)
-        if self._disk is self.simulation.disk:
-            for transaction, conflict in zip(batch, conflicts, strict=True):
-                if conflict is None:
-                    self.simulation.oracle.committed(transaction)
-        return conflicts
-
-
 class SharedStore:
     """The store of another daemon, which alone closes it."""
 
@@ -157,25 +138,16 @@ class SharedStore:
         """The other daemon uses it."""
 
 
-class Loading:
-    """An owner without state: what a new daemon reads from the store is history."""
-
-    def __init__(self, oracle: CatalogOracle) -> None:
-        self._oracle = oracle
-
-    async def load(self, store: Store) -> None:
-        facts = [Record.read(entry.value) for entry in await read_all(store, FACT_PREFIX)]
-        self._oracle.loaded(facts, [decoded(entry.value) for entry in await read_all(store, PREFIX)])
-
-
-class CatalogSimulation(Simulation):
+class CatalogSimulation(WatchedSimulation):
     """One seed of the catalogue's simulation."""
 
+    oracle: CatalogOracle
+    kept, settled = Promise.RECORDED, Promise.ENDS
+    recovery_max_s = RECOVERY_MAX_S
     daemon_lives_s = (0.5, 12.0)
 
     def __init__(self, seed: int, loop: VirtualLoop, random: Random) -> None:
         super().__init__(seed, loop, random)
-        self.met: Counter[str] = Counter()
         self.plans = random.sample(PLANS, 2)
         self.storage, self.memory = SimulatedStorage(random), HostMemory()
         self.oracle = CatalogOracle(
@@ -188,7 +160,6 @@ class CatalogSimulation(Simulation):
         """A second daemon has taken the store: the first one can record nothing until it restarts."""
         self._has_rival = random.random() < RIVAL_SEEDS
         self._scrubs = random.random() < 0.5
-        self._tokens: dict[str, str] = {}
         self._files: SimulatedFiles | None = None
         self._host: SimulatedHost | None = None
 
@@ -197,24 +168,11 @@ class CatalogSimulation(Simulation):
         with anyio.move_on_after(self.random.uniform(*self.daemon_lives_s)):
             await self._is_superseded.wait()
 
-    def meet(self, what: str) -> None:
-        """Count an event."""
-        self.met[what] += 1
-
     def is_managed(self, record: CheckpointRecord) -> bool:
         """Whether the daemon may touch the files of a checkpoint."""
         return record.is_trusted or record.path.startswith(f"/roots/{record.job}/")
 
     # From Simulation.
-
-    def open_store_of(self, disk: SimulatedDisk) -> OpenStore:
-        async def open_store() -> LogStore:
-            store = await WatchedStore.open(disk, self.random)
-            assert isinstance(store, WatchedStore)
-            store.simulation = self
-            return store
-
-        return open_store
 
     def ports(self, clock: VirtualClock, number: int) -> Ports:
         """Ports with the simulated storage."""
@@ -222,16 +180,7 @@ class CatalogSimulation(Simulation):
         slots = self.oracle.slots
         watch = HostWatch(slots.freed, slots.published, slots.failed_saves.add, slots.began, slots.ended)
         self._host = SimulatedHost(self.memory, self.storage, Random(f"host {number} {self.seed}"), watch)
-        return Ports(
-            clock,
-            self.network.host(SERVER),
-            number,
-            0,
-            self.open_store_of(self.disk),
-            random=Random(f"daemon {number} {self.seed}"),
-            checkpoint_files=self._files,
-            host=self._host,
-        )
+        return replace(super().ports(clock, number), checkpoint_files=self._files, host=self._host)
 
     async def _run_rival(self) -> None:
         """Start a second daemon on the store of the first one, which can record nothing any more until it restarts."""
@@ -267,23 +216,16 @@ class CatalogSimulation(Simulation):
             self._is_superseded.set()
 
     def config(self) -> Config:
-        return Config(
-            data_dir="/",
-            socket=SOCKET,
-            listen=(ENDPOINT,),
-            anonymous_loopback_role="none",
-            unix_other_role="operator",
-            checkpoint_roots=ROOTS,
-            scrub_bytes_per_s=SCRUB_BYTES_PER_S if self._scrubs else 0,
-        )
+        scrub_bytes_per_s = SCRUB_BYTES_PER_S if self._scrubs else 0
+        return replace(super().config(), checkpoint_roots=ROOTS, scrub_bytes_per_s=scrub_bytes_per_s)
 
     def extend(self, daemon: Daemon) -> None:
         """Answer for the workers, whose training is not simulated here."""
-        daemon.ledger.register(Loading(self.oracle))
+        super().extend(daemon)
         self._stand_in(daemon)
 
     def _stand_in(self, daemon: Daemon) -> None:
-        daemon.bus.on_handler_bug = self._tell_broken
+        daemon.bus.on_handler_bug = self.handler_failed
         daemon.catalog.work._is_registered = self._is_registered
         port = replace(daemon.slots._port, is_registered=self._is_registered)
         daemon.slots._port = daemon.slots._saves._port = port
@@ -295,15 +237,9 @@ class CatalogSimulation(Simulation):
 
         daemon.bus.wrap(ConfirmWorker, confirm, owner="simulation")
 
-    def _tell_broken(self, owner: str, error: BaseException) -> None:
-        raise SimulationError(f"{owner} broke") from error
-
     def _is_registered(self, job: str, worker_id: str, incarnation: bytes) -> bool:
         writer = self.oracle.writers.get((job, worker_id, incarnation))
         return writer is not None and self.loop.time() < writer.gone_at
-
-    def daemon_started(self, daemon: Daemon) -> None:
-        """It runs until it is killed."""
 
     def daemon_stopped(self) -> None:
         began, ended = self.oracle.superseded
@@ -327,25 +263,7 @@ class CatalogSimulation(Simulation):
                 self.meet("a host loses its memory")
                 self.oracle.slots.forget()
 
-    def daemon_failed_to_start(self, code: str) -> None:
-        """Only a store error may prevent the start."""
-        if not code.startswith("store_"):
-            self.oracle.violated(Promise.RECORDED, f"a daemon failed to start with {code}")
-
     # Callers.
-
-    def client(self, host: str, job: str) -> ForgedClient:
-        """A client of an operator, or with the token of a job."""
-        return ForgedClient(
-            ENDPOINT,
-            token=self._tokens.get(job, self.token),
-            timeout_s=20.0,
-            connect_timeout_s=FOUND_WITHIN_S,
-            network=self.network.host(host),
-            clock=VirtualClock(self.loop, offset_s=self.random.uniform(0, 1e6)),
-            source=Random(f"{host} {self.loop.time()} {self.seed}"),
-            limits=ConnectionLimits(ping_after_s=4.0, silence_max_s=10.0),
-        )
 
     async def recorded(self, job: str, fact: Fact) -> bool:
         """Have the daemon record a fact about a job; returns whether it is durable, or the job is gone."""
@@ -371,31 +289,20 @@ class CatalogSimulation(Simulation):
         daemon.ledger.append(Decision(None, (fact,), job=job), origin="simulation")
         return True
 
-    async def _prepare(self) -> None:
-        """Create the jobs and the tokens of their workers."""
-        async with self.client("registrar", "") as operator:
+    async def prepare(self) -> None:
+        async with self.client("registrar") as operator:
             for job in [*(plan.name for plan in self.plans), HOSTILE]:
-                await self._until_done(operator, CreateJob(job, drawn_settings(self.random)))
+                await until_done(operator, CreateJob(job, drawn_settings(self.random)))
             for job in [*(plan.name for plan in self.plans if not plan.is_trusted), HOSTILE]:
-                secret = self.random.randbytes(32)
-                await self._until_done(operator, CreateToken(job, Role.WORKER, secret, jobs=(job,)))
-                self._tokens[job] = encode_token(secret)[1]
-
-    async def _until_done(self, operator: ForgedClient, request: Request[Any]) -> None:
-        while True:
-            try:
-                await operator.request(request)
-            except Unavailable:
-                await anyio.sleep(0.1)
-            else:
-                return
+                await self.add_token(operator, job, Role.WORKER, (job,))
 
     # Faults.
 
     async def make_faults(self) -> None:
         """Break the network, the disk, the storage and the clock until the faults end."""
+        hosts = ["reader", "operator", *(f"{plan.name}-{number}" for plan in self.plans for number in range(2))]
         faults = (
-            self._partition,
+            partial(self.partition, hosts),
             self.fill_disk,
             self.heal,
             self.heal,
@@ -405,18 +312,10 @@ class CatalogSimulation(Simulation):
             self._set_clock_back,
             self._harm,
         )
-        ends_at = self.loop.time() + FAULTS_S
-        while self.loop.time() < ends_at:
-            await anyio.sleep(self.random.uniform(0.1, 2.0))
-            self.random.choice(faults)()
+        await self.cause_faults(faults, FAULTS_S, pause_s_max=2.0)
         self._return_storage()
         self.end_faults()
         self.network.heal()
-
-    def _partition(self) -> None:
-        hosts = ["reader", "operator", *(f"{plan.name}-{number}" for plan in self.plans for number in range(2))]
-        cut_off = self.random.sample(hosts, self.random.randint(1, len(hosts)))
-        self.network.partition(cut_off, [SERVER], one_way=self.random.random() < 0.3)
 
     def _lose_storage(self) -> None:
         self.meet("a storage is gone")
@@ -444,54 +343,22 @@ class CatalogSimulation(Simulation):
 
     # The whole.
 
-    async def run(self) -> None:
-        """Run the simulation from the first start to the final checks."""
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self.keep_daemon, tasks)
-            await self.make_token()
-            await self._prepare()
-            self.prepared.set()
-            tasks.start_soon(self._check)
-            await self._live()
-            await self._settle()
-            await self._finish()
-            self.oracle.check()
-            tasks.cancel_scope.cancel()
+    def start_actors(self, actors: TaskGroup) -> None:
+        for trainer in self.trainers:
+            actors.start_soon(trainer.run)
+        for stager in self.stagers:
+            actors.start_soon(stager.run)
+        actors.start_soon(ReaderActor(self).run)
+        actors.start_soon(OperatorActor(self).run)
+        if self.seed % 4 == 2:
+            actors.start_soon(ModelMaker(self).run)
+        if self._has_rival:
+            actors.start_soon(self._run_rival)
+        if self._is_hostile:
+            actors.start_soon(HostileTenant(self).run)
 
-    async def _check(self) -> None:
-        while True:
-            await anyio.sleep(1.0)
-            self.oracle.check()
-
-    async def _live(self) -> None:
-        """Everybody acts until the faults end."""
-        async with anyio.create_task_group() as actors:
-            actors.start_soon(self.make_faults)
-            for trainer in self.trainers:
-                actors.start_soon(trainer.run)
-            for stager in self.stagers:
-                actors.start_soon(stager.run)
-            actors.start_soon(ReaderActor(self).run)
-            actors.start_soon(OperatorActor(self).run)
-            if self.seed % 4 == 2:
-                actors.start_soon(ModelMaker(self).run)
-            if self._has_rival:
-                actors.start_soon(self._run_rival)
-            if self._is_hostile:
-                actors.start_soon(HostileTenant(self).run)
-
-    async def _settle(self) -> None:
-        """Wait until the daemon has nothing more to do with any checkpoint."""
-        with anyio.move_on_after(RECOVERY_MAX_S):
-            while self.oracle.unsettled():
-                await anyio.sleep(0.5)
-            return
-        what = "; ".join(self.oracle.unsettled())
-        self.oracle.broken(Promise.ENDS, f"{RECOVERY_MAX_S} s after the faults: {what}")
-
-    async def _finish(self) -> None:
-        """The final checks; the daemon runs, and nobody saves any more."""
-        async with self.client("auditor", "") as auditor:
+    async def finish(self) -> None:
+        async with self.client("auditor") as auditor:
             jobs = [plan.name for plan in self.plans]
             for trainer in self.trainers:
                 if trainer.plan.name not in self.oracle.removed_jobs and not trainer.plan.is_managed:
@@ -499,7 +366,7 @@ class CatalogSimulation(Simulation):
             for job in jobs:
                 if job not in self.oracle.removed_jobs:
                     await self._collect_twice(auditor, job)
-            await self._settle()
+            await self.settle()
             for job in jobs:
                 asked_at = -1.0
                 while asked_at <= self.oracle.changed_at(job):
@@ -532,16 +399,7 @@ class CatalogSimulation(Simulation):
 
 def simulate(seed: int, watch: Callable[[CatalogSimulation], None] = lambda simulation: None) -> CatalogSimulation:
     """Run one seed; raises `InvariantViolated`."""
-
-    async def main() -> CatalogSimulation:
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, VirtualLoop)
-        simulation = CatalogSimulation(seed, loop, Random(f"catalogue {seed}"))
-        watch(simulation)
-        await simulation.run()
-        return simulation
-
     with ExitStack() as patches:
         for name, value in SHORTER.items():
             patches.enter_context(patch(name, value))
-        return run(main, seed)
+        return simulated(CatalogSimulation, "catalogue", seed, watch)

@@ -8,8 +8,9 @@ Invariants:
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -27,13 +28,14 @@ from forged.kernel.messages import Call, Decision, Fact, Gap, Record
 from forged.kernel.store.port import Store
 from forged.net.transport.connection import ConnectionLimits
 from forged.plugins.model import DisablePlugin, EnablePlugin, ListPlugins, PluginState, RunPluginCommand
-from tests.simulation.base import ENDPOINT, FOUND_WITHIN_S, SERVER, SOCKET, Simulation
-from tests.simulation.daemon.oracle import InvariantViolated, Oracle
+from tests.simulation.base import ENDPOINT, FOUND_WITHIN_S, Simulation, simulated
+from tests.simulation.daemon.oracle import Oracle
 from tests.simulation.daemon.plugin_oracle import Lifetime
 from tests.simulation.daemon.plugins import DaemonRun, PluginSet
 from tests.simulation.daemon.tenants import HOSTILE, OPERATOR, QUIET, Tenants
-from tests.simulation.environment.loop import VirtualClock, VirtualLoop, run
+from tests.simulation.environment.loop import VirtualClock, VirtualLoop
 from tests.simulation.environment.store import LogStore
+from tests.simulation.oracle import InvariantViolated
 
 CLIENTS = 4
 FAULTS_S = 30.0
@@ -89,24 +91,12 @@ class ServiceSimulation(Simulation):
 
     def ports(self, clock: VirtualClock, number: int) -> Ports:
         """Ports with plugins, some of which misbehave."""
-        return Ports(
-            clock,
-            self.network.host(SERVER),
-            number,
-            0,
-            self.open_store_of(self.disk),
-            random=Random(f"daemon {number} {self.seed}"),
-            plugins=self._plugins.sources(self._present_life),
-        )
+        return replace(super().ports(clock, number), plugins=self._plugins.sources(self._present_life))
 
     def config(self) -> Config:
         """A configuration with small limits."""
-        return Config(
-            data_dir="/",
-            socket=SOCKET,
-            listen=(ENDPOINT,),
-            anonymous_loopback_role="none",
-            unix_other_role="operator",
+        return replace(
+            super().config(),
             journal_facts_max=100 if self._small_journal else 50_000,
             in_flight_max=self.random.choice((2, 1024)),
             plugin_failures_max=self.random.choice((1, 5)),
@@ -116,6 +106,7 @@ class ServiceSimulation(Simulation):
 
     def daemon_started(self, daemon: Daemon) -> None:
         """Check that the plugins are loaded."""
+        super().daemon_started(daemon)
         self._plugins.check_taken_in(daemon)
 
     def daemon_stopped(self) -> None:
@@ -124,7 +115,6 @@ class ServiceSimulation(Simulation):
             self._life.alive = False
 
     def daemon_failed_to_start(self, code: str) -> None:
-        """Only a store error may prevent the start."""
         self.oracle.daemon_failed_to_start(code)
 
     def _present_life(self) -> DaemonRun:
@@ -300,31 +290,18 @@ class ServiceSimulation(Simulation):
 
     async def make_faults(self) -> None:
         """Cause partitions and full disks until the faults end."""
-        names = [f"c{index}" for index in range(CLIENTS)]
-        ends_at = self.loop.time() + FAULTS_S
-        while self.loop.time() < ends_at:
-            await anyio.sleep(self.random.uniform(0.1, 4.0))
-            faults = (self._partition, self._full_disk, self._heal, self._change_limits, self._change_the_receiver)
-            self.random.choice(faults)(names)
+        partition = partial(self.partition, [f"c{index}" for index in range(CLIENTS)])
+        faults = (partition, self.fill_disk, self.heal, self._change_limits, self._change_the_receiver)
+        await self.cause_faults(faults, FAULTS_S, pause_s_max=4.0)
         self.end_faults()
         self._plugins.behave()
 
-    def _partition(self, names: list[str]) -> None:
-        cut_off = self.random.sample(names, self.random.randint(1, len(names)))
-        self.network.partition(cut_off, [SERVER], one_way=self.random.random() < 0.3)
-
-    def _full_disk(self, names: list[str]) -> None:
-        self.fill_disk()
-
-    def _heal(self, names: list[str]) -> None:
-        self.heal()
-
-    def _change_limits(self, names: list[str]) -> None:
+    def _change_limits(self) -> None:
         if self.daemon is not None:
             self.note("plugin limits change")
             self.daemon.plugins.set_limits(self._plugins.limits())
 
-    def _change_the_receiver(self, names: list[str]) -> None:
+    def _change_the_receiver(self) -> None:
         self.note("the receiver changes")
         self._plugins.change_the_receiver()
 
@@ -349,7 +326,6 @@ class ServiceSimulation(Simulation):
     # The whole.
 
     async def run(self) -> None:
-        """Run the simulation from the first start to the final checks."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self.keep_daemon, tasks)
             await self.make_token()
@@ -397,13 +373,4 @@ class ServiceSimulation(Simulation):
 
 def simulate(seed: int, watch: Callable[[ServiceSimulation], None] = lambda simulation: None) -> ServiceSimulation:
     """Run one seed; raises `InvariantViolated`."""
-
-    async def main() -> ServiceSimulation:
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, VirtualLoop)
-        simulation = ServiceSimulation(seed, loop, Random(f"world {seed}"))
-        watch(simulation)
-        await simulation.run()
-        return simulation
-
-    return run(main, seed)
+    return simulated(ServiceSimulation, "world", seed, watch)

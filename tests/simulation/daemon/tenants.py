@@ -24,7 +24,7 @@ from forged.auth.model import Role
 from forged.auth.tokens import encode_token
 from forged.client import ForgedClient
 from forged.daemon import Daemon
-from forged.errors import ForgedError, Unavailable
+from forged.errors import ForgedError
 from forged.ids import CLIENT_ID_BYTES
 from forged.jobs.model import AddNote, CreateJob
 from forged.kernel.messages import Request
@@ -35,7 +35,7 @@ from forged.net.protocol.messages import VERSION_MAX, VERSION_MIN, Failure, Hell
 from forged.net.transport.connection import Connection, ConnectionLimits
 from forged.net.transport.port import Address
 from forged.status.model import PingDaemon
-from tests.simulation.base import ENDPOINT
+from tests.simulation.base import ENDPOINT, until_done
 from tests.simulation.daemon.oracle import Oracle
 from tests.simulation.environment.loop import VirtualClock, VirtualLoop
 from tests.simulation.environment.network import HostNetwork, SimulatedNetwork
@@ -138,8 +138,8 @@ class Tenants:
         self._tokens[OPERATOR] = token
         for job in JOBS:
             secret = self.random.randbytes(32)
-            await _until_done(operator, CreateJob(job))
-            await _until_done(operator, CreateToken(job, Role.WORKER, secret, jobs=(job,)))
+            await until_done(operator, CreateJob(job))
+            await until_done(operator, CreateToken(job, Role.WORKER, secret, jobs=(job,)))
             self._tokens[job] = encode_token(secret)[1]
 
     async def flood(self, job: str, until: Callable[[], bool]) -> None:
@@ -227,13 +227,3 @@ class Tenants:
         text = f"tenants-{self._notes}"
         self._oracle.attempted.add(text)
         return text
-
-
-async def _until_done(operator: ForgedClient, request: Request[Any]) -> None:
-    while True:
-        try:
-            await operator.request(request)
-        except Unavailable:
-            await anyio.sleep(0.1)
-        else:
-            return

@@ -31,9 +31,9 @@ from forged.data.sampling.sampler import ElasticSampler, SamplerState, SamplingM
 from forged.elastic.messages import JobAborted, RescaleCompleted, RescaleStarted
 from forged.elastic.model import LostDataPolicy, WorkerId
 from forged.kernel.messages import Fact
-from tests.simulation.daemon.oracle import InvariantViolated
 from tests.simulation.data.simulation import Disk, JobData
 from tests.simulation.elastic.truth import SimulatedWorker, Truth
+from tests.simulation.oracle import InvariantViolated, broken
 
 
 class DataPromise(StrEnum):
@@ -151,7 +151,7 @@ class DataOracle:
 
     def breach(self, promise: DataPromise, what: str) -> NoReturn:
         """A promise was not kept."""
-        self._breach(InvariantViolated(f"{promise.name.lower()}: {what}"))
+        self._breach(broken(promise, what))
 
     def follow(self, data: JobData, truth: Truth) -> None:
         """Watch the data of a job."""

@@ -43,7 +43,8 @@ from forged.kernel.messages import Fact, Request
 from tests.simulation.base import SERVER
 from tests.simulation.data.simulation import FULL_S, Disk
 from tests.simulation.elastic.process import Job, Process
-from tests.simulation.elastic.truth import IMPOSSIBLE_STEP, PAUSE, WAITS_S, Promise, broken
+from tests.simulation.elastic.truth import IMPOSSIBLE_STEP, PAUSE, WAITS_S, Promise
+from tests.simulation.oracle import broken
 
 if TYPE_CHECKING:
     from tests.simulation.elastic.simulation import ElasticWorld

@@ -44,7 +44,6 @@ from forged.elastic.rescale.attempt import StopReport
 from forged.errors import ForgedError
 from forged.kernel.messages import Fact, Record
 from forged.status.model import DaemonStarted
-from tests.simulation.daemon.oracle import InvariantViolated
 from tests.simulation.data.oracle import DataOracle, DataPromise
 from tests.simulation.elastic.background import Background
 from tests.simulation.elastic.evidence import Evidence
@@ -57,8 +56,8 @@ from tests.simulation.elastic.truth import (
     Promise,
     SimulatedWorker,
     Truth,
-    broken,
 )
+from tests.simulation.oracle import InvariantViolated, broken
 
 REPORTED_WITHIN_S = 1.0
 """How long a worker may stand still without a daemon before it says so."""

@@ -38,9 +38,10 @@ from tests.simulation.elastic.step_errors import (
     PeerGone,
     StepErrors,
 )
-from tests.simulation.elastic.truth import BATCH, Promise, SimulatedWorker, advance, broken, samples, share_of
+from tests.simulation.elastic.truth import BATCH, Promise, SimulatedWorker, advance, samples, share_of
 from tests.simulation.environment.loop import VirtualClock, VirtualLoop
 from tests.simulation.environment.network import HostNetwork, SimulatedNetwork
+from tests.simulation.oracle import broken
 
 REPORT_S_MAX = 60.0
 MUTE_S = 300.0

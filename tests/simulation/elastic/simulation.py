@@ -8,7 +8,6 @@ Invariants:
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,16 +31,17 @@ from forged.kernel.bus.requests import Proceed
 from forged.kernel.ledger import FACT_PREFIX, read_all
 from forged.kernel.messages import Call, Fact, Record
 from forged.kernel.store.port import Store
-from tests.simulation.base import ENDPOINT, SERVER, SOCKET, Simulation
+from tests.simulation.base import ENDPOINT, SERVER, Simulation, simulated
 from tests.simulation.data.simulation import JobData, LinkQuality, has_data
 from tests.simulation.elastic.faults import FaultInjector
 from tests.simulation.elastic.oracle import ElasticOracle
 from tests.simulation.elastic.process import Job, Process
 from tests.simulation.elastic.step_errors import StepErrors
 from tests.simulation.elastic.tally import Tally
-from tests.simulation.elastic.truth import Promise, SimulatedWorker, Truth, broken
-from tests.simulation.environment.loop import SimulationError, VirtualClock, VirtualLoop, run
+from tests.simulation.elastic.truth import Promise, SimulatedWorker, Truth
+from tests.simulation.environment.loop import VirtualClock, VirtualLoop
 from tests.simulation.environment.network import HostNetwork
+from tests.simulation.oracle import broken
 
 RECOVERY_MAX_S = 90.0
 """How long after the last fault every job must have trained again."""
@@ -114,38 +114,21 @@ class ElasticWorld(Simulation):
 
     def ports(self, clock: VirtualClock, number: int) -> Ports:
         """No plugins, and secrets that the seed knows."""
-        self._server = self.network.host(SERVER)
+        ports = super().ports(clock, number)
+        assert isinstance(ports.network, HostNetwork)
+        self._server = ports.network
         self._server.execution.enter()
-        return Ports(
-            clock,
-            self._server,
-            number,
-            0,
-            self.open_store_of(self.disk),
-            token_bytes=Random(f"secrets {number} {self.seed}").randbytes,
-            random=Random(f"daemon {number} {self.seed}"),
-        )
+        return replace(ports, token_bytes=Random(f"secrets {number} {self.seed}").randbytes)
 
     def config(self) -> Config:
         """In some worlds the journal is short, so that disconnected workers miss facts."""
-        return Config(
-            data_dir="/",
-            socket=SOCKET,
-            listen=(ENDPOINT,),
-            anonymous_loopback_role="none",
-            unix_other_role="operator",
-            journal_facts_max=100 if self._small_journal else FACTS_MAX,
-            silence_max_s=6.0,
-        )
-
-    def _tell_broken(self, owner: str, error: BaseException) -> None:
-        """Nothing breaks that is no mistake in the code."""
-        raise SimulationError(f"{owner} broke") from error
+        facts_max = 100 if self._small_journal else FACTS_MAX
+        return replace(super().config(), journal_facts_max=facts_max, silence_max_s=6.0)
 
     def extend(self, daemon: Daemon) -> None:
         """Look at what it loads, at what it is told and at what becomes of it."""
         daemon.ledger.register(Reader(self.oracle))
-        daemon.bus.on_handler_bug = self._tell_broken
+        daemon.bus.on_handler_bug = self.handler_failed
 
         async def stopped(request: Any, call: Call, proceed: Proceed) -> Any:
             self.oracle.stopped(request)
@@ -180,6 +163,7 @@ class ElasticWorld(Simulation):
 
     def daemon_started(self, daemon: Daemon) -> None:
         """Its facts are watched from now on."""
+        super().daemon_started(daemon)
         self._position = daemon.journal.last
         self.oracle.disturbances.end("daemon")
 
@@ -189,9 +173,7 @@ class ElasticWorld(Simulation):
         self.oracle.disturbances.begin("daemon", self.hosts)
 
     def daemon_failed_to_start(self, code: str) -> None:
-        """Only its store may be a reason."""
-        if not code.startswith("store_"):
-            self.oracle.breach(Promise.RUNS_AGAIN, f"a daemon did not start: {code}")
+        self.oracle.breach(Promise.RUNS_AGAIN, f"a daemon did not start: {code}")
 
     # Looking on.
 
@@ -285,8 +267,14 @@ class ElasticWorld(Simulation):
 
     # The whole.
 
-    async def live(self) -> None:
-        """From the first start to the last check."""
+    async def run(self) -> None:
+        try:
+            await self._live()
+        finally:
+            for process in self.processes:
+                process.counters.close()
+
+    async def _live(self) -> None:
         async with anyio.create_task_group() as tasks:
             self._tasks = tasks
             self.start(partial(self.keep_daemon, tasks))
@@ -417,19 +405,6 @@ class ElasticWorld(Simulation):
 
 def simulate(seed: int, watch: Callable[[ElasticWorld], None] = lambda world: None) -> ElasticWorld:
     """Live through a world; raises what was broken in it."""
-
-    async def main() -> ElasticWorld:
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, VirtualLoop)
-        world = ElasticWorld(seed, loop, Random(f"elastic {seed}"))
-        watch(world)
-        try:
-            await world.live()
-        finally:
-            for process in world.processes:
-                process.counters.close()
-        return world
-
     # What a worker knows of its process is not of the seed.
     with patch("forged.worker.registration.os", SimpleNamespace(getpid=lambda: 1)):
-        return run(main, seed)
+        return simulated(ElasticWorld, "elastic", seed, watch)

@@ -16,7 +16,6 @@ from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.model import ClusterTopology, WorkerId
 from forged.elastic.phases import Phase
 from forged.elastic.rescale.attempt import StopReport
-from tests.simulation.daemon.oracle import InvariantViolated
 
 BATCH = 24
 """The samples of a step."""
@@ -52,11 +51,6 @@ class Promise(StrEnum):
     STANDSTILL = "a survivor without a daemon reports its standstill within a second"
     RUNS_AGAIN = "when the faults have stopped, every job runs again within a bound"
     ANSWERS = "a correct request is not refused"
-
-
-def broken(promise: Promise, what: str) -> InvariantViolated:
-    """What to raise when a promise was not kept."""
-    return InvariantViolated(f"{promise.name.lower()}: {what}")
 
 
 def samples(job: str, step: int, share: Iterable[int]) -> int:

@@ -14,6 +14,7 @@ import errno
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from random import Random
 from struct import Struct
+from typing import Self
 from zlib import crc32
 
 import msgspec
@@ -74,7 +75,7 @@ class LogStore:
         *,
         changes_max: int = CHANGES_MAX,
         changes_bytes_max: int = CHANGES_BYTES_MAX,
-    ) -> LogStore:
+    ) -> Self:
         """Read the log, or create it with a history name from `random`."""
         try:
             log = await _whole_log(disk, random)

@@ -7,10 +7,10 @@ and compares the rest of the store, the facts and the answers with it.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NoReturn
+from typing import Any
 
 from forged.kernel.ledger import FACT_PREFIX
 from forged.kernel.messages import Record
@@ -55,9 +55,8 @@ from forged.registry.records import (
 )
 from forged.registry.versions import parse_version
 from tests.registry.stored_registry import Told
-from tests.simulation.daemon.oracle import InvariantViolated
+from tests.simulation.oracle import StoreOracle
 
-PREFIXES = (RECORDS, HEADS, JOURNAL, MOVES, VALIDATIONS, DELETED)
 DAEMON = "daemon"
 CANARY, STAGING = DeploymentState.CANARY, DeploymentState.STAGING
 Saying = tuple[Any, ...]
@@ -108,17 +107,16 @@ class StoredModel:
 
 
 @dataclass
-class RegistryOracle:
+class RegistryOracle(StoreOracle):
     """Collects what happens and checks the promises."""
 
+    prefixes = (RECORDS, HEADS, JOURNAL, MOVES, VALIDATIONS, DELETED)
     met: Callable[[str], None]
     bad_canary: Callable[[], None] = lambda: None
     """Called when a measurement that demands a rollback is durable."""
-    facts: dict[int, Record] = field(default_factory=dict)
     stored: dict[str, bytes] = field(default_factory=dict)
     models: defaultdict[str, StoredModel] = field(default_factory=lambda: defaultdict(StoredModel))
     """By the digest of the id."""
-    violations: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._bad: dict[Saying, CanaryMeasured] = {}
@@ -126,43 +124,26 @@ class RegistryOracle:
         self._rolled_back: Counter[Saying] = Counter()
         self._advised: Counter[tuple[str, ModelVersion]] = Counter()
 
-    def violated(self, promise: Promise, what: str) -> None:
-        """Record a violation; `check` raises it, because the daemon isolates exceptions."""
-        self.violations.append(f"{promise.name.lower()}: {what}")
-
-    def broken(self, promise: Promise, what: str) -> NoReturn:
-        """Raise a violation outside the daemon."""
-        raise InvariantViolated(f"{promise.name.lower()}: {what}")
-
-    def check(self) -> None:
-        """Raise the first recorded violation."""
-        if self.violations:
-            raise InvariantViolated(self.violations[0])
-
     def model(self, model_id: str) -> StoredModel:
         return self.models[digest_of(model_id)]
 
     # What becomes durable.
 
     def committed(self, transaction: Transaction) -> None:
-        """A transaction is durable."""
-        puts = {key: value for key, value in transaction.puts.items() if key.startswith(PREFIXES)}
-        gone = [key for key in transaction.deletes if key.startswith(PREFIXES)]
+        puts = {key: value for key, value in transaction.puts.items() if key.startswith(self.prefixes)}
+        gone = [key for key in transaction.deletes if key.startswith(self.prefixes)]
         facts = [Record.read(value) for key, value in transaction.puts.items() if key.startswith(FACT_PREFIX)]
         if puts or gone or facts:
             self._changed(facts, puts, gone)
 
-    def loaded(self, facts: Iterable[Record], entries: Mapping[str, bytes]) -> None:
-        """A daemon has read its store: also what a killed one has made durable without knowing."""
-        last = max(self.facts, default=0)
+    def loaded(self, facts: Sequence[Record], entries: Mapping[str, bytes]) -> None:
         puts = {key: value for key, value in entries.items() if self.stored.get(key) != value}
         gone = [key for key in self.stored if key not in entries]
         lost = [key for key in gone if key.startswith((JOURNAL, MOVES, HEADS, DELETED))]
         if lost:
             self.violated(Promise.KEPT, f"{lost} are lost")
-        new = [one for one in facts if one.id > last]
-        if new or puts or gone:
-            self._changed(new, puts, gone)
+        if facts or puts or gone:
+            self._changed(facts, puts, gone)
 
     def _changed(self, facts: Sequence[Record], puts: Mapping[str, bytes], gone: Sequence[str]) -> None:
         for key in gone:
