@@ -2,6 +2,18 @@
 
 from __future__ import annotations
 
-from tests.client.conftest import threaded_daemon
+from collections.abc import Iterator
 
-__all__ = ["threaded_daemon"]
+import pytest
+
+from forged.client import BlockingClient
+from tests.client.conftest import threaded_daemon
+from tests.client.threaded_daemon import ThreadedDaemon
+
+__all__ = ["client", "threaded_daemon"]
+
+
+@pytest.fixture
+def client(threaded_daemon: ThreadedDaemon) -> Iterator[BlockingClient]:
+    with threaded_daemon.client() as client:
+        yield client

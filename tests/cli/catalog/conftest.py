@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shlex
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +11,18 @@ import pytest
 import forged.checkpoint
 from forged.catalog.messages import CompleteCheckpoint, StartCheckpoint
 from forged.catalog.model import CheckpointMeta
-from forged.cli.forgectl import main
 from forged.client import BlockingClient
+from tests.cli.daemon_commands import DaemonCommands
 from tests.client.threaded_daemon import ThreadedDaemon
 
 JOB = "run"
 SIZE_BYTES = 1_000
 
 
-class CatalogueDaemon:
+class CatalogueDaemon(DaemonCommands):
     """A daemon with the job `run`, and `forgectl ckpt` run on it."""
 
-    def __init__(self, daemon: ThreadedDaemon, client: BlockingClient, capsys: pytest.CaptureFixture[str]) -> None:
-        self.daemon = daemon
-        self.client = client
-        self._capsys = capsys
+    group = "ckpt"
 
     def start(self, step: int, folder: str = "/data/run", **fields: Any) -> CheckpointMeta:
         """The daemon's own user starts a checkpoint."""
@@ -43,26 +37,7 @@ class CatalogueDaemon:
         return made
 
     def run(self, line: str, job: str = JOB) -> tuple[int, str, str]:
-        """Run `forgectl ckpt` about a job; returns exit code, output and errors."""
-        code = main.main(["--socket", self.daemon.socket, "ckpt", *shlex.split(line), "--job", job])
-        said = self._capsys.readouterr()
-        return code, said.out, said.err
-
-    def lines(self, line: str) -> list[str]:
-        """The output of a successful command."""
-        code, out, err = self.run(line)
-        assert (code, err) == (0, "")
-        return out.splitlines()
-
-    def json(self, line: str) -> Any:
-        """The JSON output of a successful command."""
-        return json.loads("\n".join(self.lines(f"{line} --json")))
-
-
-@pytest.fixture
-def client(threaded_daemon: ThreadedDaemon) -> Iterator[BlockingClient]:
-    with threaded_daemon.client() as client:
-        yield client
+        return super().run(f"{line} --job {job}")
 
 
 @pytest.fixture

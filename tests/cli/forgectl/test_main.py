@@ -65,12 +65,6 @@ def ctl(threaded_daemon: ThreadedDaemon, capsys: pytest.CaptureFixture[str]) -> 
     return run
 
 
-@pytest.fixture
-def client(threaded_daemon: ThreadedDaemon) -> Iterator[BlockingClient]:
-    with threaded_daemon.client() as client:
-        yield client
-
-
 def json_of(ctl: Ctl, line: str) -> Any:
     """The JSON output of a command."""
     code, out, err = ctl(f"{line} --json")

@@ -103,5 +103,5 @@ def test_place_of_a_block_is_found_with_what_gives_way(commands: MemoryCommands)
 
 
 def test_devices_are_completed(commands: MemoryCommands) -> None:
-    words = ["--socket", commands.socket, "memory", "show", "--job", JOB, "w0"]
+    words = ["--socket", commands.daemon.socket, "memory", "show", "--job", JOB, "w0"]
     assert candidates.candidates(main._parser(), words) == [(GPU, JOB)]

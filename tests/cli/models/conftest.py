@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import shlex
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from forged.cli.forgectl import main
 from forged.client import BlockingClient
+from tests.cli.daemon_commands import DaemonCommands
 from tests.client.threaded_daemon import ThreadedDaemon
 
 MODEL = "resnet"
@@ -19,16 +16,16 @@ TO_CANARY = 2
 """Promotions from validating to canary."""
 
 
-class RegistryDaemon:
+class RegistryDaemon(DaemonCommands):
     """A daemon, its client, and `forgectl models` run on it."""
+
+    group = "models"
 
     def __init__(
         self, daemon: ThreadedDaemon, client: BlockingClient, folder: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        self.daemon = daemon
-        self.client = client
+        super().__init__(daemon, client, capsys)
         self.folder = folder
-        self._capsys = capsys
 
     def file(self, text: str) -> Path:
         """A file of a model."""
@@ -63,34 +60,6 @@ class RegistryDaemon:
         self.promote(version)
         self.validate(version, **fields)
         self.promote(version, TO_CANARY)
-
-    def run(self, line: str) -> tuple[int, str, str]:
-        """Run `forgectl models`; returns exit code, output and errors."""
-        code = main.main(["--socket", self.daemon.socket, "models", *shlex.split(line)])
-        said = self._capsys.readouterr()
-        return code, said.out, said.err
-
-    def lines(self, line: str) -> list[str]:
-        """The output of a successful command."""
-        code, out, err = self.run(line)
-        assert (code, err) == (0, "")
-        return out.splitlines()
-
-    def json(self, line: str) -> Any:
-        """The JSON output of a successful command."""
-        return json.loads("\n".join(self.lines(f"{line} --json")))
-
-    def refused(self, line: str) -> str:
-        """The error of a command that the daemon refuses."""
-        code, out, err = self.run(line)
-        assert (code, out) == (3, "")
-        return err.removesuffix("\n")
-
-
-@pytest.fixture
-def client(threaded_daemon: ThreadedDaemon) -> Iterator[BlockingClient]:
-    with threaded_daemon.client() as client:
-        yield client
 
 
 @pytest.fixture

@@ -72,12 +72,6 @@ def daemon(tmp_path: Path, answers: dict[str, Any]) -> Iterator[ScriptedDaemon]:
 
 
 @pytest.fixture
-def client(threaded_daemon: ThreadedDaemon) -> Iterator[BlockingClient]:
-    with threaded_daemon.client() as client:
-        yield client
-
-
-@pytest.fixture
 def ctl(threaded_daemon: ThreadedDaemon, capsys: Caught) -> Ctl:
     """Runs `forgectl` on a real daemon."""
 
