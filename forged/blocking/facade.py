@@ -17,6 +17,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from enum import Enum, auto
 from functools import wraps
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
@@ -36,22 +37,31 @@ class BlockingFacade(ABC, Generic[T_co]):
 
 
 class BlockingMethod(Generic[T, P, R]):
-    """What `blocking` returns; a class body turns it into a plain method."""
+    """What `blocking` and `iterating` return; a class body turns it into a plain method."""
 
-    def __init__(self, method: Callable[Concatenate[T, P], Awaitable[R]]) -> None:
+    def __init__(
+        self,
+        method: Callable[Concatenate[T, P], object],
+        wait: Callable[[BlockingFacade[T], Callable[[T], Any]], R],
+        signature: inspect.Signature | None = None,
+    ) -> None:
+        """`wait` is given the call of the method; `signature` is for `help()`, where it differs from the method's."""
         self._method = method
+        self._wait = wait
+        self._signature = signature
 
     def __set_name__(self, owner: type[BlockingFacade[T]], name: str) -> None:
-        awaited = self._method.__name__
+        awaited, wait = self._method.__name__, self._wait
 
         @wraps(self._method)
         def blocking_method(facade: BlockingFacade[T], *args: Any, **kwargs: Any) -> R:
-            call: Callable[[T], Awaitable[R]] = methodcaller(awaited, *args, **kwargs)
-            return facade._run(call)
+            return wait(facade, methodcaller(awaited, *args, **kwargs))
 
         blocking_method.__module__ = owner.__module__
         blocking_method.__name__ = name
         blocking_method.__qualname__ = f"{owner.__qualname__}.{name}"
+        if self._signature is not None:
+            vars(blocking_method)["__signature__"] = self._signature
         setattr(owner, name, blocking_method)
 
     if TYPE_CHECKING:
@@ -72,50 +82,34 @@ def blocking(method: Callable[Concatenate[T, P], Awaitable[R]]) -> BlockingMetho
 
     A generic method loses its type variables here: write that one out.
     """
-    return BlockingMethod(method)
+    return BlockingMethod(method, _result)
 
 
-class BlockingIterator(Generic[T, P, R]):
-    """What `iterating` returns; a class body turns it into a plain generator method."""
-
-    def __init__(self, method: Callable[Concatenate[T, P], AsyncIterator[R]]) -> None:
-        self._method = method
-
-    def __set_name__(self, owner: type[BlockingFacade[T]], name: str) -> None:
-        iterated = self._method.__name__
-
-        @wraps(self._method)
-        def iterating_method(facade: BlockingFacade[T], *args: Any, **kwargs: Any) -> Iterator[R]:
-            async def begin(target: T) -> AsyncIterator[R]:
-                items: AsyncIterator[R] = getattr(target, iterated)(*args, **kwargs)
-                return items
-
-            items = facade._run(begin)
-            end = object()
-            while (item := facade._run(lambda _: anext(items, end))) is not end:
-                yield item  # type: ignore[misc]  # it is not the end
-
-        signature = inspect.signature(self._method)
-        returned = f"{signature.return_annotation}".removeprefix("Async")
-        iterating_method.__signature__ = signature.replace(return_annotation=returned)  # type: ignore[attr-defined]
-        iterating_method.__module__ = owner.__module__
-        iterating_method.__name__ = name
-        iterating_method.__qualname__ = f"{owner.__qualname__}.{name}"
-        setattr(owner, name, iterating_method)
-
-    if TYPE_CHECKING:
-
-        @overload
-        def __get__(
-            self, facade: None, owner: type[BlockingFacade[T]]
-        ) -> Callable[Concatenate[BlockingFacade[T], P], Iterator[R]]: ...
-
-        @overload
-        def __get__(self, facade: BlockingFacade[T], owner: type[BlockingFacade[T]]) -> Callable[P, Iterator[R]]: ...
-
-        def __get__(self, facade: BlockingFacade[T] | None, owner: type[BlockingFacade[T]]) -> Any: ...
-
-
-def iterating(method: Callable[Concatenate[T, P], AsyncIterator[R]]) -> BlockingIterator[T, P, R]:
+def iterating(method: Callable[Concatenate[T, P], AsyncIterator[R]]) -> BlockingMethod[T, P, Iterator[R]]:
     """Make a generator method of an async generator method; its items are awaited one by one."""
-    return BlockingIterator(method)
+    signature = inspect.signature(method)
+    returned = f"{signature.return_annotation}".removeprefix("Async")
+    return BlockingMethod(method, _items, signature.replace(return_annotation=returned))
+
+
+def _result(facade: BlockingFacade[T], call: Callable[[T], Awaitable[R]]) -> R:
+    return facade._run(call)
+
+
+class _End(Enum):
+    """Stands for the item after the last one."""
+
+    END = auto()
+
+
+def _items(facade: BlockingFacade[T], call: Callable[[T], AsyncIterator[R]]) -> Iterator[R]:
+    async def begin(target: T) -> AsyncIterator[R]:
+        return call(target)
+
+    items = facade._run(begin)
+
+    def following(target: T) -> Awaitable[R | _End]:
+        return anext(items, _End.END)
+
+    while (item := facade._run(following)) is not _End.END:
+        yield item
