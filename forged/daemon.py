@@ -145,6 +145,9 @@ class Daemon:
         self._has_started = False
         self._make_kernel()
         self._make_services()
+        self._make_training()
+        self._make_catalog_services()
+        self._make_memory_services()
         # The order in which they are loaded from the store.
         training = (self.jobs, self.elastic, self.data, self.audit)
         for owner in (*training, self.catalog, self.registry, self.slots, self.memory, self.tokens):
@@ -178,9 +181,16 @@ class Daemon:
         self.tickets = TicketRegistry(clock, ports.token_bytes)
         self.sides = SideConnections(self.tickets)
         self.backup = BackupService(self.bus, self.tickets, copy, Path(config.data_dir))
+
+    def _make_training(self) -> None:
+        config, ports, clock = self.config, self._ports, self._ports.clock
         self.elastic = ElasticService(self.bus, clock, self._is_refused, ports.token_bytes)
         self.data = DataService(self.bus, clock, ports.compute, ports.log, limits=_shard_limits(config))
         self.audit = AuditService(self.bus, ports.log)
+
+    def _make_catalog_services(self) -> None:
+        """Make the checkpoint catalogue and the model registry, which ask each other."""
+        config, ports, clock = self.config, self._ports, self._ports.clock
         self.catalog = CatalogService(
             self.bus,
             clock,
@@ -208,6 +218,10 @@ class Daemon:
             bytes_max=config.registry_bytes_max,
             log=ports.log,
         )
+
+    def _make_memory_services(self) -> None:
+        """Make the services for memory of hosts (slots) and of GPUs."""
+        config, ports, clock = self.config, self._ports, self._ports.clock
         self.slots = SlotService(
             self.bus,
             clock,
