@@ -28,6 +28,7 @@ from forged.client.connection import Link
 from forged.client.connector import Connector
 from forged.client.memory_methods import MemoryMethods
 from forged.client.model_methods import ModelMethods
+from forged.client.owner_task import OwnerTask
 from forged.client.served_requests import ServedRequests
 from forged.client.stream import FactStream
 from forged.clock import Clock, SystemClock
@@ -53,7 +54,6 @@ from forged.net.protocol.messages import (
 from forged.net.transport.connection import ConnectionLimits
 from forged.net.transport.port import Address, Network
 from forged.net.transport.tls import client_context
-from forged.owner_task import OwnerTask
 from forged.paths import client_socket
 from forged.retry import RECONNECTING, RetryPolicy
 

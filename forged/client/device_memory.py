@@ -19,6 +19,7 @@ from anyio.abc import TaskGroup
 from msgspec.structs import replace
 
 from forged.client.client import ForgedClient
+from forged.client.owner_task import OwnerTask
 from forged.client.stream import FactStream
 from forged.clock import Clock, SystemClock
 from forged.errors import ForgedError, RequestRefused, Unavailable, describe
@@ -36,7 +37,6 @@ from forged.memory.messages import (
     Wanted,
 )
 from forged.memory.model import BlockStatus, GpuDevice, MemoryBlock
-from forged.owner_task import OwnerTask
 
 T = TypeVar("T")
 

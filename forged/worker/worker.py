@@ -18,6 +18,7 @@ from typing import Any, Self
 import anyio
 import msgspec
 
+from forged.client.owner_task import OwnerTask
 from forged.clock import Clock, SystemClock
 from forged.data.model import Indices
 from forged.data.placement.plan import DataRedistributionPlan
@@ -40,7 +41,6 @@ from forged.elastic.model import (
 from forged.errors import RequestRefused
 from forged.logger_adapter import SCRIPT_LOG, as_log
 from forged.net.transport.port import Network
-from forged.owner_task import OwnerTask
 from forged.worker import arguments
 from forged.worker.catalog.worker_catalog import WorkerCatalog
 from forged.worker.data.shard_holder import ShardHolder

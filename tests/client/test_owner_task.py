@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import anyio
 import pytest
 
-from forged.owner_task import OwnerTask
+from forged.client.owner_task import OwnerTask
 
 
 class Resource:
