@@ -98,10 +98,6 @@ class ElasticWorker:
             config.validate()
         check_same_samples(data, sampler)
         log = as_log(log)
-        self._clock = clock or SystemClock()
-        self._random = random or SystemRandom()
-        self.incarnation = incarnation or self._random.randbytes(INCARNATION_BYTES)
-        """Differs from every other worker's of the same name, and from session to session."""
         self.process: WorkerProcess = process or OwnProcess(log)
         self._spec = WorkerSpec(
             job=job,
@@ -115,25 +111,25 @@ class ElasticWorker:
             network=network,
             peer_tls=peer_tls,
             carrier=carrier,
-            clock=self._clock,
-            random=self._random,
+            clock=clock or SystemClock(),
+            random=random or SystemRandom(),
             log=log,
         )
+        self.incarnation = incarnation or self._spec.random.randbytes(INCARNATION_BYTES)
+        """Differs from every other worker's of the same name, and from session to session."""
         self._wanted = WorkerId(worker_id, "", 0) if isinstance(worker_id, str) else worker_id
         self._progress = TrainingProgress(learning_rate, global_batch_size, sampler, state)
-        self._state = SessionState(self._wanted, self._progress, now=self._clock.wall())
+        self._state = SessionState(self._wanted, self._progress, now=self._spec.clock.wall())
         self._events = WorkerEvents(log)
-        self._catalog = WorkerCatalog(self._clock, log)
+        self._catalog = WorkerCatalog(self._spec.clock, log)
         self._session: WorkerSession | None = None
         self._steps: StepLoop | None = None
         """Both are None while the worker is not connected."""
         self._connection: OwnerTask[ElasticWorker] | None = None
         """The session that `connect` has opened."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._is_open = False
         self._sessions = 0
         self._endpoints: tuple[str, ...] = ()
-        """Those of the present session, or of the last one."""
         self._slots = WorkerSlots(job, self._slot_user, self._daemon_endpoints, token, network, log)
 
     # Identity and progress.
@@ -213,7 +209,7 @@ class ElasticWorker:
     @property
     def current_state(self) -> GlobalTrainingState | None:
         """The training progress; None before the first world."""
-        state = self._progress.training_state(self.world_size, self._clock.wall())
+        state = self._progress.training_state(self.world_size, self._spec.clock.wall())
         return None if state is None else msgspec.structs.replace(state, current_step=self.step)
 
     @property
@@ -343,19 +339,19 @@ class ElasticWorker:
         Unlike `connect`, it ends in the task in which it began.
         """
         self.process.check()
-        if self._is_open:
+        if self._loop is not None:
             raise RequestRefused(
                 "worker_connected", "the worker is already connected to a daemon", "call `disconnect` first"
             )
-        self._is_open, self._loop, self._endpoints = True, asyncio.get_running_loop(), endpoints
+        self._loop, self._endpoints = asyncio.get_running_loop(), endpoints
         try:
             with self.process.inhabited(self.descriptors, self.told_to_end) as counters:
                 if self._sessions:
                     # To the daemon and the peers this is another worker, whose state is not trusted.
-                    self.incarnation = self._random.randbytes(INCARNATION_BYTES)
+                    self.incarnation = self._spec.random.randbytes(INCARNATION_BYTES)
                 self._sessions += 1
                 self._progress.begin_session(counters)
-                state = self._state = SessionState(self.worker_id, self._progress, counters, self._clock.wall())
+                state = self._state = SessionState(self.worker_id, self._progress, counters, self._spec.clock.wall())
                 async with open_session(
                     self._spec, state, self, self.incarnation, self._wanted, endpoints, self._catalog
                 ) as session:
@@ -367,7 +363,7 @@ class ElasticWorker:
             self._session = self._steps = current_world.world = current_world.counters = None
             self._progress.end_session()
             current_world.topology = ClusterTopology(epoch=self.generation)
-            self._is_open = False
+            self._loop = None
 
     @property
     def _connected(self) -> WorkerSession:
