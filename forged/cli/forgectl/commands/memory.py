@@ -71,7 +71,7 @@ def _traces(verbs: Any) -> None:
         parser.add_argument("--device", type=count, metavar="N", help="which device of a PyTorch snapshot")
         _picture(parser)
     planning.add_argument("--capacity", type=byte_count, metavar="SIZE", help=f"{SIZES} (default: the lowest found)")
-    planning.add_argument("--nodes-max", type=count, metavar="N", help="bound of the search (default: about a minute)")
+    planning.add_argument("--nodes-max", type=count, metavar="N", help="bound of the search (default: half a minute)")
     replaying.add_argument(
         "--capacity", type=byte_count, action="append", metavar="SIZE", help=f"{SIZES}; repeatable (default: no limit)"
     )
