@@ -169,7 +169,7 @@ class FileWork:
                 now = self._clock.monotonic()
                 self._choose_oldest_verified(now)
                 for queue in queues:
-                    for folder in list(queue.begin(now)):
+                    for folder in queue.begin(now):
                         tasks.start_soon(self._work_in, queue, folder)
                 next_at = min(queue.next_at() for queue in queues)
                 with anyio.move_on_after(max(0.0, min(next_at - now, TICK_S))):

@@ -6,13 +6,16 @@ Invariants:
 - The folders of one storage, which hang together, are worked in by a limited number of tasks. When a storage does not
   answer, all of its folders wait, for longer each time; then a single one is tried.
 - A task that has to wait for other checkpoints or readers delays no other task.
+- To begin, to end and to ask when looks at storages and at the folders that are due, never at all folders.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from enum import StrEnum
+from heapq import heappop, heappush
+from itertools import count
 from math import inf
 from typing import NamedTuple
 
@@ -59,38 +62,83 @@ class _Pause:
 
 
 @dataclass(slots=True)
+class _Folder:
+    name: str
+    storage: _Storage
+    tasks: OrderedDict[FileTask, None] = field(default_factory=OrderedDict)
+    postponed: set[FileTask] = field(default_factory=set)
+    due: list[tuple[float, FileTask]] = field(default_factory=list)
+    """A heap: when each of those postponed is one of the tasks again."""
+    is_busy: bool = False
+    pause: _Pause = field(default_factory=_Pause)
+    entry: int = 0
+    """The number of its entry in the storage's `later`; older entries do not count."""
+
+    def next_at(self) -> float:
+        """When work can begin, as far as it depends on this folder."""
+        return max(self.pause.ends_at, -inf if self.tasks else self.due[0][0])
+
+    def resume_due(self, now: float) -> None:
+        """Take back the postponed tasks whose time has come."""
+        while self.due and self.due[0][0] <= now:
+            _, task = heappop(self.due)
+            self.postponed.remove(task)
+            self.tasks[task] = None
+
+    def clear(self) -> None:
+        self.tasks.clear()
+        self.postponed.clear()
+        self.due.clear()
+
+
+@dataclass(slots=True)
 class _Storage:
     name: str
+    known: int = 0
+    """How many folders it has here."""
     busy: int = 0
-    """In how many of its folders work goes on."""
+    """In how many of them work goes on."""
     pause: _Pause = field(default_factory=_Pause)
+    ready: deque[_Folder] = field(default_factory=deque)
+    """Those in which work can begin now."""
+    later: list[tuple[float, int, _Folder]] = field(default_factory=list)
+    """A heap: when work can begin in the others, with the number of the entry."""
 
     def room(self, most: int) -> int:
         """In how many more folders work may begin."""
         return (most if self.pause.failing_since is None else 1) - self.busy
 
+    def put(self, one: _Folder, entry: int) -> None:
+        """Have a folder wait until work in it begins."""
+        one.entry = entry
+        if (at := one.next_at()) == -inf:
+            self.ready.append(one)
+        else:
+            heappush(self.later, (at, entry, one))
 
-@dataclass(slots=True)
-class _Folder:
-    storage: _Storage
-    tasks: dict[FileTask, None] = field(default_factory=dict)
-    postponed: dict[FileTask, float] = field(default_factory=dict)
-    """When each of these is one of the tasks again."""
-    is_busy: bool = False
-    pause: _Pause = field(default_factory=_Pause)
+    def find_due(self, now: float) -> None:
+        """Add the folders whose time has come to those in which work can begin."""
+        while self._first_later() <= now:
+            _, _, one = heappop(self.later)
+            one.resume_due(now)
+            self.ready.append(one)
 
     def next_at(self, of_storage_max: int) -> float:
         """When work can begin; never while it has to wait for other work to end."""
-        if self.is_busy or self.storage.room(of_storage_max) <= 0:
+        if self.room(of_storage_max) <= 0:
             return inf
-        due_at = -inf if self.tasks else min(self.postponed.values(), default=inf)
-        return max(self.pause.ends_at, self.storage.pause.ends_at, due_at)
+        return max(self.pause.ends_at, -inf if self.ready else self._first_later())
 
-    def resume_due(self, now: float) -> None:
-        """Take back the postponed tasks whose time has come."""
-        for task in [one for one, due_at in self.postponed.items() if due_at <= now]:
-            del self.postponed[task]
-            self.tasks[task] = None
+    def _first_later(self) -> float:
+        while self.later and self.later[0][1] != self.later[0][2].entry:
+            heappop(self.later)
+        return self.later[0][0] if self.later else inf
+
+    def clear(self) -> None:
+        """Forget the folders that are not worked in."""
+        self.ready.clear()
+        self.later.clear()
+        self.known = self.busy
 
 
 class WorkQueue:
@@ -102,54 +150,75 @@ class WorkQueue:
         self._of_storage_max = of_storage_max
         self._folders: dict[str, _Folder] = {}
         self._storages: dict[str, _Storage] = {}
+        """Those in which work has begun last come last."""
+        self._busy = 0
+        self._entries = count(1)
 
     def __len__(self) -> int:
         return sum(len(one.tasks) + len(one.postponed) for one in self._folders.values())
 
     def clear(self) -> None:
         """Forget all tasks; a folder that is worked in stays busy."""
-        for one in self._folders.values():
-            one.tasks.clear()
-            one.postponed.clear()
-        self._drop_idle()
+        self._folders = {name: one for name, one in self._folders.items() if one.is_busy}
+        self._storages = {name: one for name, one in self._storages.items() if one.busy}
+        for folder in self._folders.values():
+            folder.clear()
+        for storage in self._storages.values():
+            storage.clear()
 
     def add(self, folder: str, storage: str, task: FileTask, *, is_urgent: bool = False) -> None:
         """Add a task, an urgent one before the others of the folder; one that is there already is not added again."""
         one = self._folders.get(folder)
         if one is None:
-            one = self._folders[folder] = _Folder(self._storages.setdefault(storage, _Storage(storage)))
+            its_storage = self._storages.setdefault(storage, _Storage(storage))
+            its_storage.known += 1
+            one = self._folders[folder] = _Folder(folder, its_storage)
         if task in one.postponed:
             return
+        is_first = not one.tasks
+        one.tasks.setdefault(task)
         if is_urgent:
-            one.tasks = {task: None, **one.tasks}
-        else:
-            one.tasks.setdefault(task)
+            one.tasks.move_to_end(task, last=False)
+        if is_first and not one.is_busy:
+            one.storage.put(one, next(self._entries))
 
-    def begin(self, now: float) -> Iterator[str]:
+    def begin(self, now: float) -> list[str]:
         """The folders in which work begins."""
-        room = self._room()
-        for name, one in self._folders.items():
-            if room > 0 and one.next_at(self._of_storage_max) <= now:
-                one.resume_due(now)
+        begun = []
+        for storage in list(self._storages.values()):
+            if storage.pause.ends_at > now:
+                continue
+            storage.find_due(now)
+            while storage.ready and storage.room(self._of_storage_max) > 0 and self._busy < self._folders_max:
+                one = storage.ready.popleft()
                 one.is_busy = True
-                one.storage.busy += 1
-                room -= 1
-                yield name
+                storage.busy += 1
+                self._busy += 1
+                begun.append(one.name)
+                self._storages[storage.name] = self._storages.pop(storage.name)
+        return begun
 
     def next(self, folder: str) -> FileTask | None:
         """The next task of a folder that is worked in; the work ends if there is none."""
         one = self._folders[folder]
         task = next(iter(one.tasks), None)
         if task is None:
-            self.end(folder)
+            self._end(one)
         return task
 
-    def end(self, folder: str) -> None:
-        """The folder is not worked in any more."""
-        one = self._folders[folder]
+    def _end(self, one: _Folder) -> None:
+        """The folder is not worked in any more: it waits, or is forgotten if nothing is to be done in it."""
+        storage = one.storage
         one.is_busy = False
-        one.storage.busy -= 1
-        self._drop_idle()
+        storage.busy -= 1
+        self._busy -= 1
+        if one.tasks or one.postponed:
+            storage.put(one, next(self._entries))
+            return
+        del self._folders[one.name]
+        storage.known -= 1
+        if not storage.known:
+            del self._storages[storage.name]
 
     def done(self, folder: str, task: FileTask) -> None:
         one = self._folders[folder]
@@ -163,7 +232,8 @@ class WorkQueue:
         one.storage.pause.end()
         if task in one.tasks:
             del one.tasks[task]
-            one.postponed[task] = now + seconds
+            one.postponed.add(task)
+            heappush(one.due, (now + seconds, task))
 
     def failed(self, folder: str, task: FileTask, now: float, *, is_hung: bool = False) -> float:
         """The folder could not be used, with `is_hung` because its storage does not answer: its work ends for a while.
@@ -172,26 +242,17 @@ class WorkQueue:
         """
         one = self._folders[folder]
         if task in one.tasks:
-            del one.tasks[task]
-            one.tasks[task] = None
+            one.tasks.move_to_end(task)
         failing_s = one.pause.begin(now)
         if is_hung:
             failing_s = one.storage.pause.begin(now)
         else:
             one.storage.pause.end()
-        self.end(folder)
+        self._end(one)
         return failing_s
 
     def next_at(self) -> float:
         """When work can begin, in the past if it can now; never while it has to wait for other work to end."""
-        if self._room() <= 0:
+        if self._busy >= self._folders_max:
             return inf
-        return min((one.next_at(self._of_storage_max) for one in self._folders.values()), default=inf)
-
-    def _room(self) -> int:
-        """In how many more folders work may begin."""
-        return self._folders_max - sum(one.is_busy for one in self._folders.values())
-
-    def _drop_idle(self) -> None:
-        self._folders = {name: one for name, one in self._folders.items() if one.tasks or one.postponed or one.is_busy}
-        self._storages = {one.storage.name: one.storage for one in self._folders.values()}
+        return min((one.next_at(self._of_storage_max) for one in self._storages.values()), default=inf)
