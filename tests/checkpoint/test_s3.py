@@ -31,7 +31,7 @@ from forged.checkpoint.loading.manifest_index import Index
 from forged.checkpoint.loading.read_plan import READ_BYTES_MAX
 from forged.checkpoint.ports import CancelToken
 from forged.checkpoint.storage.listing import read_manifest
-from forged.checkpoint.storage.objects import RANGE_BYTES
+from forged.checkpoint.storage.object_store.objects import RANGE_BYTES
 from tests.checkpoint.fixtures.s3_server import S3Server
 from tests.checkpoint.fixtures.tcp_proxy import TcpProxy
 

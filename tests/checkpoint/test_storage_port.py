@@ -14,7 +14,7 @@ from obstore.store import MemoryStore
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.ports import BLOCK_BYTES, ByteSource, CancelToken, Storage
 from forged.checkpoint.storage.local import LocalStorage
-from forged.checkpoint.storage.objects import ObjectStorage
+from forged.checkpoint.storage.object_store.objects import ObjectStorage
 from tests.checkpoint.fixtures.memory_storage import MemoryStorage
 from tests.checkpoint.fixtures.sources import SIZES, CopiedSource, FailingSource, MemorySource, pattern
 

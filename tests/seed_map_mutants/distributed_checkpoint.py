@@ -241,7 +241,7 @@ MUTANTS: Mapping[str, Mutation | str] = {
         RANK_GROUP, "self.world_size = coordinator.world_size", "self.world_size = 1"
     ),
     "Used, not declared.ICheckpointStorage": Edit(
-        "forged/checkpoint/storage/objects.py",
+        "forged/checkpoint/storage/object_store/objects.py",
         "check_name(name)\n        storage = self.bounded(token)\n",
         "name = check_name(name)[:-1]\n        storage = self.bounded(token)\n",
     ),

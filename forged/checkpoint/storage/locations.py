@@ -23,7 +23,7 @@ from forged.checkpoint.format.names import check_name
 from forged.checkpoint.model import StorageOptions, check_prefix
 from forged.checkpoint.ports import Storage
 from forged.checkpoint.storage.local import LocalStorage
-from forged.checkpoint.storage.objects import ObjectStorage
+from forged.checkpoint.storage.object_store.objects import ObjectStorage
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore

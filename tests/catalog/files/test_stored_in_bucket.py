@@ -31,7 +31,7 @@ from forged.checkpoint.format.manifest import SUFFIX, TOMBSTONE
 from forged.checkpoint.rank_group import SingleProcess
 from forged.checkpoint.storage import listing
 from forged.checkpoint.storage.locations import root_at, storage_at
-from forged.checkpoint.storage.objects import ObjectStorage
+from forged.checkpoint.storage.object_store.objects import ObjectStorage
 from forged.client import ForgedClient
 from tests.catalog.files.test_stored_files import code_of, no_progress, saved
 from tests.checkpoint.conftest import s3_server

@@ -14,7 +14,7 @@ from forged.checkpoint.errors import CheckpointException
 from forged.checkpoint.model import StorageOptions
 from forged.checkpoint.storage.local import LocalStorage
 from forged.checkpoint.storage.locations import OF_EVERY_BUCKET, PROVIDERS, create_storage, root_at, storage_at
-from forged.checkpoint.storage.objects import ObjectStorage
+from forged.checkpoint.storage.object_store.objects import ObjectStorage
 from tests.checkpoint.fixtures.s3_server import S3Server
 
 GOOGLE = {

@@ -14,9 +14,9 @@ from obstore.store import LocalStore, MemoryStore
 
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.ports import BLOCK_BYTES, CancelToken, RemoteStorage, bounded
-from forged.checkpoint.storage.async_calls import ASYNC_CALLS
 from forged.checkpoint.storage.fault_handler import FaultToleranceHandler
-from forged.checkpoint.storage.objects import (
+from forged.checkpoint.storage.object_store.async_calls import ASYNC_CALLS
+from forged.checkpoint.storage.object_store.objects import (
     IN_FLIGHT_BYTES_MAX,
     LISTED_AT_ONCE,
     PARTS_MAX,

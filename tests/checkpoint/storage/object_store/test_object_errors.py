@@ -12,7 +12,7 @@ from obstore.exceptions import (
 )
 
 from forged.checkpoint.errors import CheckpointException, ExceptionType
-from forged.checkpoint.storage.object_errors import DETAIL_CHARS_MAX, translated
+from forged.checkpoint.storage.object_store.object_errors import DETAIL_CHARS_MAX, translated
 
 
 def answered(status: int, code: str, message: str = "") -> str:

@@ -12,7 +12,7 @@ import pytest
 
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.ports import CancelToken
-from forged.checkpoint.storage.async_calls import AsyncCalls, wait_for, wait_or_cancel
+from forged.checkpoint.storage.object_store.async_calls import AsyncCalls, wait_for, wait_or_cancel
 
 WAITS_S = 30.0
 
@@ -147,7 +147,7 @@ FORKED = """
 import os
 from obstore.store import MemoryStore
 from forged.checkpoint.errors import CheckpointException
-from forged.checkpoint.storage.objects import ObjectStorage
+from forged.checkpoint.storage.object_store.objects import ObjectStorage
 storage = ObjectStorage(MemoryStore(), "memory://test")
 {before}
 if os.fork() == 0:
@@ -177,7 +177,7 @@ def test_forked_child_is_refused(before: str, said: str) -> None:
 
 def test_a_process_ends_while_a_call_is_under_way() -> None:
     program = (
-        "import asyncio; from forged.checkpoint.storage.async_calls import ASYNC_CALLS; "
+        "import asyncio; from forged.checkpoint.storage.object_store.async_calls import ASYNC_CALLS; "
         "ASYNC_CALLS.start(asyncio.Event().wait); print('end')"
     )
     ran = subprocess.run(

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from forged.checkpoint.errors import CheckpointException, ExceptionType, storage_error
 from forged.checkpoint.format.names import check_name, check_name_prefix
 from forged.checkpoint.ports import BLOCK_BYTES, ByteSource, CancelToken, Reader, StoredFile
-from forged.checkpoint.storage.async_calls import ASYNC_CALLS, wait_for, wait_or_cancel
-from forged.checkpoint.storage.object_errors import translated
+from forged.checkpoint.storage.object_store.async_calls import ASYNC_CALLS, wait_for, wait_or_cancel
+from forged.checkpoint.storage.object_store.object_errors import translated
 from forged.checkpoint.storage.os_errors import file_large, file_short
 from forged.checkpoint.storage.rooms import fill, rooms_between
 

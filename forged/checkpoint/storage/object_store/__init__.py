@@ -1,0 +1,1 @@
+"""Object stores as storages: S3, Google Cloud Storage, Azure."""
