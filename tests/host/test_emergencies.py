@@ -28,22 +28,9 @@ from forged.host.messages import SaveSlots
 from forged.host.model import SavedSlots
 from forged.worker.catalog.worker_catalog import WorkerCatalog
 from tests.client.daemon_runner import SOON, DaemonRunner
-from tests.host.test_service import (
-    NAMES,
-    check,
-    client,
-    emergencies,
-    group,
-    patient_workers,
-    runner,
-    start,
-    storage,
-    until,
-)
+from tests.host.staging import NAMES, check, emergencies, start, until
 from tests.small_disk import fill, small_disk
 from tests.worker.trainers import JOB, PATIENCE_S, TrainerGroup
-
-__all__ = ["client", "group", "patient_workers", "runner", "storage"]
 
 DISK_MIB = 96
 UNCHANGED = {"same": np.arange(50)}

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import errno
 import threading
-from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import anyio
 import numpy as np
@@ -20,165 +18,44 @@ import pytest
 from forged.catalog.messages import (
     CheckpointCompleted,
     EmergencyCheckpointFailed,
-    EmergencyCheckpointSaved,
     FailCheckpoint,
     StartCheckpoint,
 )
 from forged.catalog.model import CheckpointState, CheckpointType
-from forged.checkpoint import AsyncCheckpoints, DistributedCheckpoint, SaveOptions, ShardedArray
+from forged.checkpoint import AsyncCheckpoints
 from forged.checkpoint.errors import CheckpointException
 from forged.checkpoint.format.manifest import Manifest
-from forged.checkpoint.saving.background import SaveHandle
 from forged.checkpoint.storage import listing
 from forged.checkpoint.storage.local import LocalStorage
 from forged.client import ForgedClient
 from forged.elastic.messages import EvictWorker, JobAborted, WorkerFailed
 from forged.errors import ForgedError, RequestRefused
-from forged.host.local_agent import LocalHeldSlots, LocalHostAgent
-from forged.host.messages import ListSlots, OpenedSlots, OpenSlots, SaveSlots, SlotPage
+from forged.host.local_agent import LocalHeldSlots
+from forged.host.messages import ListSlots, OpenedSlots, OpenSlots, SaveSlots
 from forged.host.model import SavedSlots, SlotContents, SlotOwner, StagedCheckpoint
 from forged.host.slot_saves import GIVEN_UP_AFTER, HOLDS_MAX
 from forged.jobs.model import RemoveJob
-from forged.kernel.messages import Fact, Record, Request
+from forged.kernel.messages import Record
 from forged.retry import RetryPolicy
-from forged.worker import host_slots
-from forged.worker.errors import StepAborted
-from tests.checkpoint.fixtures.plain_reader import same, state_of
+from tests.checkpoint.fixtures.plain_reader import same
 from tests.checkpoint.fixtures.swapped_links import contents_of, swapped
-from tests.client.daemon_runner import DaemonRunner, config_in
+from tests.client.daemon_runner import DaemonRunner
+from tests.host.staging import (
+    NAMES,
+    ROWS,
+    check,
+    emergencies,
+    facts,
+    refused,
+    rows,
+    slot_files,
+    slots,
+    start,
+    until,
+    whole,
+)
 from tests.telemetry.recording_log import RecordingLog
-from tests.worker.trainers import JOB, PATIENCE_S, Trainer, TrainerGroup, group_at, past, shared_worker
-
-F = TypeVar("F", bound=Fact)
-
-NAMES = ("a", "b")
-ROWS = 600_000
-"""More than one block for each rank."""
-
-
-@pytest.fixture
-async def runner(tmp_path: Path) -> AsyncIterator[DaemonRunner]:
-    """A running daemon with slots."""
-    runner = DaemonRunner(config_in(tmp_path / "daemon"), host=LocalHostAgent(str(tmp_path / "slots"), str(tmp_path)))
-    await runner.open()
-    yield runner
-    await runner.close()
-
-
-@pytest.fixture
-async def group(runner: DaemonRunner) -> AsyncIterator[TrainerGroup]:
-    async with group_at(runner.endpoint, min_workers=1) as group:
-        yield group
-
-
-@pytest.fixture
-async def client(runner: DaemonRunner) -> AsyncIterator[ForgedClient]:
-    async with ForgedClient(runner.endpoint) as client:
-        yield client
-
-
-@pytest.fixture(autouse=True)
-def patient_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine a worker that has not reached the daemon in two seconds would do without slots."""
-    monkeypatch.setattr(host_slots, "CONNECT_TIMEOUT_S", PATIENCE_S)
-
-
-@pytest.fixture
-def storage(tmp_path: Path) -> LocalStorage:
-    return LocalStorage(tmp_path / "checkpoints")
-
-
-def rows(rank: int, size: int, step: int) -> ShardedArray:
-    start, end = ROWS * rank // size, ROWS * (rank + 1) // size
-    return ShardedArray(whole(step)[start:end], (ROWS, 8), (start, 0))
-
-
-def whole(step: int) -> np.ndarray[Any, Any]:
-    return np.arange(ROWS * 8, dtype=np.float32).reshape(ROWS, 8) + np.float32(step)
-
-
-class Staging:
-    """Has trainers stage at their steps, and remembers the outcomes."""
-
-    def __init__(self, storage: LocalStorage, trainers: list[Trainer]) -> None:
-        self.wanted: list[str] = []
-        """What is to be done at the next steps: `save`, `save increment`, `keep` or nothing."""
-        self.unchanged: dict[str, Any] = {}
-        """What every state has, and incremental saves do not write."""
-        self.handles: list[SaveHandle] = []
-        self.kept: list[int] = []
-        self.checkpoints: dict[str, DistributedCheckpoint] = {}
-        self._storage = storage
-        self._at: dict[int, str] = {}
-        for trainer in trainers:
-            self.checkpoints[trainer.name] = DistributedCheckpoint(trainer.worker, storage)
-            trainer.before_exchange = self._hook(trainer)
-
-    def _hook(self, trainer: Trainer) -> Callable[[int], Any]:
-        async def before_exchange(step: int) -> None:
-            # All ranks do the same at a step.
-            if step not in self._at:
-                self._at[step] = self.wanted.pop(0) if self.wanted else ""
-            act = self._at[step]
-            if act:
-                await self._stage(trainer, act, step)
-
-        return before_exchange
-
-    async def _stage(self, trainer: Trainer, act: str, step: int) -> None:
-        worker, checkpoint = trainer.worker, self.checkpoints[trainer.name]
-        state = {"rows": rows(worker.rank, worker.world_size, step), "step": step, **self.unchanged}
-        base = self.handles[0].prefix if act == "save increment" else None
-        options = SaveOptions(f"step-{step:06d}", step=step, include_rng_state=False, base=base)
-        try:
-            if act.startswith("save"):
-                self.handles.append(await checkpoint.save_async(state, options=options))
-            elif await checkpoint.keep_in_memory(state, options=options):
-                self.kept.append(step)
-        except CheckpointException as error:
-            raise StepAborted(error.message) from error
-
-    async def until(self, group: TrainerGroup, count: int) -> None:
-        await group.until(lambda: len(self.handles) + len(self.kept) >= count)
-
-
-async def start(group: TrainerGroup, storage: LocalStorage) -> Staging:
-    staging = Staging(storage, group.start(*NAMES))
-    await group.world_of(*NAMES)
-    return staging
-
-
-async def slots(client: ForgedClient) -> SlotPage:
-    return await client.request(ListSlots())
-
-
-async def until(client: ForgedClient, true: Callable[[SlotPage], bool]) -> SlotPage:
-    async with asyncio.timeout(PATIENCE_S):
-        while not true(page := await slots(client)):
-            await asyncio.sleep(0.02)
-    return page
-
-
-async def facts(client: ForgedClient, kind: type[F], count: int) -> list[F]:
-    """The facts of a kind, when there are so many."""
-    async with asyncio.timeout(PATIENCE_S):
-        while len(found := await past(client, kind)) < count:
-            await asyncio.sleep(0.02)
-    return found
-
-
-async def emergencies(client: ForgedClient, count: int) -> list[EmergencyCheckpointSaved]:
-    return await facts(client, EmergencyCheckpointSaved, count)
-
-
-def slot_files(directory: Path) -> list[Path]:
-    return list(directory.glob("slots/*/*.slot"))
-
-
-def check(storage: LocalStorage, step: int) -> None:
-    state = state_of(storage, f"step-{step:06d}")["model"]
-    assert state["step"] == step
-    assert same(state["rows"], whole(step))
+from tests.worker.trainers import JOB, PATIENCE_S, TrainerGroup, group_at, past, shared_worker
 
 
 async def test_daemon_saves_what_the_workers_stage(
@@ -761,12 +638,6 @@ async def test_removed_job_frees_its_slots(
     await group.over(*NAMES)
 
 
-async def refused(client: ForgedClient, request: Request[Any]) -> str:
-    with pytest.raises(RequestRefused) as error:
-        await client.request(request)
-    return error.value.code
-
-
 async def test_requests_of_others_are_refused(
     group: TrainerGroup, client: ForgedClient, storage: LocalStorage, tmp_path: Path
 ) -> None:
@@ -799,68 +670,3 @@ async def test_daemon_without_room_lets_workers_use_their_own_memory(
         assert staging.kept == []
         assert (await slots(client)).slots == []
         await group.finish(*NAMES)
-
-
-def test_slots_directory_of_another_user_or_mode_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "slots").mkdir(mode=0o755)
-    (tmp_path / "slots").chmod(0o755)
-    agent = LocalHostAgent(str(tmp_path / "slots"), str(tmp_path))
-
-    async def make() -> None:
-        await agent.begin("history")
-        await agent.make(["0" * 32], 4096)
-
-    with pytest.raises(ForgedError) as error:
-        asyncio.run(make())
-    assert error.value.code == "slots_directory_invalid"
-
-
-def test_daemons_that_start_and_stop_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:
-    async def serve(name: str) -> None:
-        for _ in range(20):
-            agent = LocalHostAgent(str(tmp_path / "slots"), str(tmp_path))
-            await agent.begin(name)
-            slot_id = name.encode().hex().rjust(32, "0")
-            await agent.make([slot_id], 4096)
-            await agent.delete([slot_id])
-            agent.end()
-
-    with ThreadPoolExecutor(4) as pool:
-        for ended in [pool.submit(asyncio.run, serve(name)) for name in "abcd"]:
-            ended.result()
-
-
-async def test_slots_of_a_daemon_that_runs_are_left_alone(tmp_path: Path) -> None:
-    """Its data directory may be out of sight, or another daemon may have been restored from its backup."""
-    running = LocalHostAgent(str(tmp_path / "slots"), str(tmp_path / "unseen"))
-    await running.begin("history")
-    await running.make(["0" * 32], 4096)
-    await LocalHostAgent(str(tmp_path / "slots"), str(tmp_path)).begin("other")
-    restored = LocalHostAgent(str(tmp_path / "slots"), str(tmp_path))
-    with pytest.raises(ForgedError) as error:
-        await restored.begin("history")
-    assert error.value.code == "slots_in_use"
-    # Its records, from the same backup, name the slots of the other daemon.
-    await restored.delete(["0" * 32])
-    assert [path.stem for path in slot_files(tmp_path)] == ["0" * 32]
-    running.end()
-    await asyncio.to_thread((tmp_path / "unseen").mkdir)
-    assert list(await restored.begin("history")) == ["0" * 32]
-
-
-async def test_slots_of_a_daemon_that_never_comes_back_are_deleted(tmp_path: Path) -> None:
-    homes = [tmp_path / name for name in ("gone", "stopped", "own")]
-    for home in homes:
-        await asyncio.to_thread(home.mkdir)
-        agent = LocalHostAgent(str(tmp_path / "slots"), str(home))
-        await agent.begin(home.name)
-        await agent.make([home.name.encode().hex().rjust(32, "0")], 4096)
-        agent.end()
-    await asyncio.to_thread(homes[0].rmdir)
-    agent = LocalHostAgent(str(tmp_path / "slots"), str(homes[2]))
-    assert list(await agent.begin("own")) == [b"own".hex().rjust(32, "0")]
-    assert sorted(path.stem for path in slot_files(tmp_path)) == sorted(
-        home.name.encode().hex().rjust(32, "0") for home in homes[1:]
-    )
-    await agent.delete([b"own".hex().rjust(32, "0")])
-    assert len(slot_files(tmp_path)) == 1
