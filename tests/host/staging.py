@@ -42,7 +42,7 @@ def whole(step: int) -> np.ndarray[Any, Any]:
 class Staging:
     """Has trainers stage at their steps, and remembers the outcomes."""
 
-    def __init__(self, storage: LocalStorage, trainers: list[Trainer]) -> None:
+    def __init__(self, group: TrainerGroup, storage: LocalStorage, trainers: list[Trainer]) -> None:
         self.wanted: list[str] = []
         """What is to be done at the next steps: `save`, `save increment`, `keep` or nothing."""
         self.unchanged: dict[str, Any] = {}
@@ -50,6 +50,7 @@ class Staging:
         self.handles: list[SaveHandle] = []
         self.kept: list[int] = []
         self.checkpoints: dict[str, DistributedCheckpoint] = {}
+        self._group = group
         self._storage = storage
         self._at: dict[int, str] = {}
         for trainer in trainers:
@@ -80,13 +81,31 @@ class Staging:
         except CheckpointException as error:
             raise StepAborted(error.message) from error
 
-    async def until(self, group: TrainerGroup, count: int) -> None:
-        await group.until(lambda: len(self.handles) + len(self.kept) >= count)
+    async def do(self, *acts: str) -> None:
+        """Have all ranks do this at the next steps."""
+        count = len(self.handles) + len(self.kept) + len(acts) * len(NAMES)
+        self.wanted = list(acts)
+        await self._group.until(lambda: len(self.handles) + len(self.kept) >= count)
+
+    async def commit(self, act: str) -> None:
+        """Have all ranks save at the next step, and wait for the checkpoint."""
+        count = len(self.handles)
+        await self.do(act)
+        for handle in self.handles[count:]:
+            await handle.committed()
+
+    async def check_committed(self) -> None:
+        """Wait for the checkpoints of all saves, and compare them with what was saved."""
+        for handle in self.handles:
+            await handle.committed()
+            check(self._storage, int(handle.prefix.removeprefix("step-")))
 
 
-async def start(group: TrainerGroup, storage: LocalStorage) -> Staging:
-    staging = Staging(storage, group.start(*NAMES))
+async def start(group: TrainerGroup, storage: LocalStorage, *acts: str) -> Staging:
+    """Two trainers, which do this at their first steps."""
+    staging = Staging(group, storage, group.start(*NAMES))
     await group.world_of(*NAMES)
+    await staging.do(*acts)
     return staging
 
 

@@ -52,13 +52,9 @@ async def test_emergency_checkpoint_after_an_incremental_save_is_full(
 ) -> None:
     staging = await start(group, storage)
     staging.unchanged = UNCHANGED
-    for count, act in enumerate(["save", "save increment"], 1):
-        staging.wanted = [act]
-        await staging.until(group, 2 * count)
-        for handle in staging.handles:
-            await handle.committed()
-    staging.wanted = ["keep"]
-    await staging.until(group, 6)
+    await staging.commit("save")
+    await staging.commit("save increment")
+    await staging.do("keep")
     full, increment = (listing.read_manifest(storage, handle.prefix) for handle in staging.handles[::2])
     assert [link.prefix for link in increment.links] == [full.prefix]
     await client.request(EvictWorker(JOB, "b", "for the test"))
@@ -88,12 +84,8 @@ async def test_incremental_save_that_a_failure_interrupts_is_saved_in_full(
     monkeypatch.setattr(Saver, "publish", late)
     staging = await start(group, storage)
     staging.unchanged = UNCHANGED
-    staging.wanted = ["save"]
-    await staging.until(group, 2)
-    for handle in staging.handles:
-        await handle.committed()
-    staging.wanted = ["save increment"]
-    await staging.until(group, 4)
+    await staging.commit("save")
+    await staging.do("save increment")
     await client.request(EvictWorker(JOB, "b", "for the test"))
     [saved] = await emergencies(client, 1)
     prefix = staging.handles[-1].prefix
@@ -116,15 +108,9 @@ async def test_incremental_save_whose_end_was_not_reported_is_what_its_manifest_
 ) -> None:
     staging = await start(group, storage)
     staging.unchanged = UNCHANGED
-    staging.wanted = ["save"]
-    await staging.until(group, 2)
-    for handle in staging.handles:
-        await handle.committed()
+    await staging.commit("save")
     monkeypatch.setattr(WorkerCatalog, "save_committed", lambda *_: None)
-    staging.wanted = ["save increment"]
-    await staging.until(group, 4)
-    for handle in staging.handles[2:]:
-        await handle.committed()
+    await staging.commit("save increment")
     manifest = listing.read_manifest(storage, staging.handles[-1].prefix)
     assert manifest.step is not None
     await client.request(EvictWorker(JOB, "b", "for the test"))
@@ -150,9 +136,7 @@ async def test_slots_are_freed_after_their_save_also_if_the_checkpoint_is_not_of
         return None
 
     monkeypatch.setattr(runner.daemon.slots._saves, "durable_step", nothing_offered)
-    staging = await start(group, storage)
-    staging.wanted = ["keep"]
-    await staging.until(group, 2)
+    staging = await start(group, storage, "keep")
     await client.request(EvictWorker(JOB, "b", "for the test"))
     await emergencies(client, 1)
     await until(client, lambda page: {one.owner for one in page.slots} == {"present"})
@@ -171,12 +155,8 @@ async def test_emergency_checkpoint_is_saved_when_a_full_disk_has_room(
     monkeypatch.setattr(slot_saves, "RETRYING", SOON)
     storage = LocalStorage(disk / "checkpoints")
     staging = await start(group, storage)
-    staging.wanted = ["save"]
-    await staging.until(group, 2)
-    for handle in staging.handles:
-        await handle.committed()
-    staging.wanted = ["keep"]
-    await staging.until(group, 4)
+    await staging.commit("save")
+    await staging.do("keep")
     files = {entry.name for entry in storage.entries()}
     kept = int(staging.handles[0].prefix.removeprefix("step-"))
     filler = await asyncio.to_thread(fill, disk)
@@ -204,24 +184,17 @@ async def test_save_from_slots_to_a_full_disk_fails_and_the_next_one_succeeds(
 ) -> None:
     storage = LocalStorage(disk / "checkpoints")
     staging = await start(group, storage)
-    staging.wanted = ["save"]
-    await staging.until(group, 2)
-    for handle in staging.handles:
-        await handle.committed()
+    await staging.commit("save")
     files = {entry.name for entry in storage.entries()}
     # The ranks tell each other of the failure by files.
     filler = await asyncio.to_thread(fill, disk, 64)
-    staging.wanted = ["save"]
-    await staging.until(group, 4)
+    await staging.do("save")
     for handle in staging.handles[2:]:
         with pytest.raises(CheckpointException) as caught:
             await handle.committed()
     assert caught.value.code == "checkpoint_disk_full"
     await asyncio.to_thread(filler.unlink)
-    staging.wanted = ["save"]
-    await staging.until(group, 6)
-    for handle in staging.handles[4:]:
-        await handle.committed()
+    await staging.commit("save")
     assert files <= {entry.name for entry in storage.entries()}
     assert len(listing.prefixes(storage)) == 2
     for prefix in listing.prefixes(storage):
@@ -233,10 +206,7 @@ async def test_checkpoint_that_is_damaged_on_disk_is_saved_again_from_slots_and_
     group: TrainerGroup, client: ForgedClient, storage: LocalStorage
 ) -> None:
     staging = await start(group, storage)
-    staging.wanted = ["save"]
-    await staging.until(group, 2)
-    for handle in staging.handles:
-        await handle.committed()
+    await staging.commit("save")
     prefix = staging.handles[0].prefix
     step = int(prefix.removeprefix("step-"))
     async with asyncio.timeout(PATIENCE_S):
@@ -272,9 +242,7 @@ async def test_failed_save_is_not_deleted_while_it_is_saved_again(
         return save_in_thread(held, *arguments, **options)
 
     monkeypatch.setattr(LocalHeldSlots, "_save", fail_once)
-    staging = await start(group, storage)
-    staging.wanted = ["keep"]
-    await staging.until(group, 2)
+    staging = await start(group, storage, "keep")
     await client.request(EvictWorker(JOB, "b", "for the test"))
     async with asyncio.timeout(PATIENCE_S):
         while len(tries) < 2:
@@ -298,10 +266,7 @@ async def test_save_that_was_collected_is_not_written_again_when_its_worker_asks
     runner: DaemonRunner, group: TrainerGroup, client: ForgedClient, storage: LocalStorage
 ) -> None:
     staging = await start(group, storage)
-    staging.wanted = ["save"]
-    await staging.until(group, 2)
-    for handle in staging.handles:
-        await handle.committed()
+    await staging.commit("save")
     prefix = staging.handles[0].prefix
     save_id = listing.read_manifest(storage, prefix).save_id
     await asyncio.to_thread(listing.delete, storage, prefix)

@@ -61,12 +61,8 @@ from tests.worker.trainers import JOB, PATIENCE_S, TrainerGroup, group_at, past,
 async def test_daemon_saves_what_the_workers_stage(
     group: TrainerGroup, client: ForgedClient, storage: LocalStorage
 ) -> None:
-    staging = await start(group, storage)
-    staging.wanted = ["save", "save", "save"]
-    await staging.until(group, 6)
-    for handle in staging.handles:
-        await handle.committed()
-        check(storage, int(handle.prefix.removeprefix("step-")))
+    staging = await start(group, storage, "save", "save", "save")
+    await staging.check_committed()
     page = await slots(client)
     assert {(one.worker_id, one.owner, one.world_size) for one in page.slots} == {
         (name, "present", 2) for name in NAMES
@@ -80,12 +76,8 @@ async def test_failed_worker_leaves_an_emergency_checkpoint(
     group: TrainerGroup, client: ForgedClient, storage: LocalStorage
 ) -> None:
     staging = await start(group, storage)
-    staging.wanted = ["save"]
-    await staging.until(group, 2)
-    for handle in staging.handles:
-        await handle.committed()
-    staging.wanted = ["keep", "keep"]
-    await staging.until(group, 6)
+    await staging.commit("save")
+    await staging.do("keep", "keep")
     await client.request(EvictWorker(JOB, "b", "for the test"))
     [saved] = await emergencies(client, 1)
     step = staging.kept[-1]
@@ -107,9 +99,7 @@ async def test_failed_worker_leaves_an_emergency_checkpoint(
 async def test_restarted_worker_resumes_from_memory_that_is_newer_than_the_disk(
     runner: DaemonRunner, group: TrainerGroup, client: ForgedClient, storage: LocalStorage
 ) -> None:
-    staging = await start(group, storage)
-    staging.wanted = ["keep"]
-    await staging.until(group, 2)
+    staging = await start(group, storage, "keep")
     # A file stands where the directory should be, so nothing can be saved.
     await asyncio.to_thread(Path(storage.url).touch)
     for name in NAMES:
@@ -134,9 +124,7 @@ async def test_restarted_worker_resumes_from_memory_that_is_newer_than_the_disk(
 async def test_restarted_daemon_finds_slots_and_goes_on(
     runner: DaemonRunner, group: TrainerGroup, storage: LocalStorage
 ) -> None:
-    staging = await start(group, storage)
-    staging.wanted = ["keep"]
-    await staging.until(group, 2)
+    staging = await start(group, storage, "keep")
     await runner.close()
     stray = next(Path(runner.config.data_dir).parent.glob("slots/*")) / f"{'0' * 32}.slot"
     stray.touch(mode=0o600)
@@ -144,10 +132,7 @@ async def test_restarted_daemon_finds_slots_and_goes_on(
     async with ForgedClient(runner.endpoint) as client:
         await until(client, lambda page: len(page.slots) == 4)
         await group.until(lambda: all(trainer.worker._session is not None for trainer in (group["a"], group["b"])))
-        staging.wanted = ["save"]
-        await staging.until(group, 4)
-        for handle in staging.handles:
-            await handle.committed()
+        await staging.commit("save")
         assert not stray.exists()
     await group.finish(*NAMES)
 
@@ -156,18 +141,12 @@ async def test_save_waits_for_a_daemon_that_is_away(
     runner: DaemonRunner, group: TrainerGroup, storage: LocalStorage
 ) -> None:
     staging = await start(group, storage)
-    staging.wanted = ["save"]
-    await staging.until(group, 2)
-    for handle in staging.handles:
-        await handle.committed()
+    await staging.commit("save")
     await runner.close()
-    staging.wanted = ["save"]
-    await staging.until(group, 4)
+    await staging.do("save")
     assert not any(handle.is_committed for handle in staging.handles[2:])
     await runner.open()
-    for handle in staging.handles:
-        await handle.committed()
-        check(storage, int(handle.prefix.removeprefix("step-")))
+    await staging.check_committed()
     await group.finish(*NAMES)
 
 
@@ -178,12 +157,8 @@ async def test_worker_of_another_user_gets_its_slots_as_descriptors(
         raise PermissionError(errno.EACCES, "Permission denied", opened.paths[0])
 
     monkeypatch.setattr("forged.worker.host_slots._mapped", denied)
-    staging = await start(group, storage)
-    staging.wanted = ["save"]
-    await staging.until(group, 2)
-    for handle in staging.handles:
-        await handle.committed()
-        check(storage, int(handle.prefix.removeprefix("step-")))
+    staging = await start(group, storage, "save")
+    await staging.check_committed()
     assert len((await slots(client)).slots) == 4
     await group.finish(*NAMES)
 
@@ -195,12 +170,8 @@ async def test_worker_that_cannot_reach_its_slots_gives_them_back(
         raise FileNotFoundError(errno.ENOENT, "No such file or directory", opened.paths[0])
 
     monkeypatch.setattr("forged.worker.host_slots._mapped", missing)
-    staging = await start(group, storage)
-    staging.wanted = ["save"]
-    await staging.until(group, 2)
-    for handle in staging.handles:
-        await handle.committed()
-        check(storage, int(handle.prefix.removeprefix("step-")))
+    staging = await start(group, storage, "save")
+    await staging.check_committed()
     page = await slots(client)
     assert (page.slots, page.used_bytes) == ([], 0)
     await group.finish(*NAMES)
@@ -212,10 +183,7 @@ async def test_untrusted_workers_write_by_themselves_outside_of_the_roots(
     """As for workers of other users: their slots are read, not mapped, and only beneath the roots."""
     runner.daemon.slots._port = replace(runner.daemon.slots._port, is_trusted=lambda principal: False)
     staging = await start(group, storage)
-    staging.wanted = ["save"]
-    await staging.until(group, 2)
-    for handle in staging.handles:
-        await handle.committed()
+    await staging.commit("save")
     [own] = {group[name].worker.incarnation for name in NAMES[:1]}
     save_id = listing.read_manifest(storage, staging.handles[0].prefix).save_id
     assert await refused(client, SaveSlots(JOB, "a", own, save_id)) == "slots_storage_denied"
@@ -235,9 +203,7 @@ async def test_nothing_is_saved_where_a_swapped_link_leads(
     runner.daemon.catalog.book.table.roots = (str(tmp_path),)
     await asyncio.to_thread(victim.mkdir)
     await asyncio.to_thread(Path(storage.url).mkdir)
-    staging = await start(group, storage)
-    staging.wanted = ["keep"]
-    await staging.until(group, 2)
+    await start(group, storage, "keep")
     save_id = next(one.save_id for one in (await slots(client)).slots if one.save_id)
     incarnation = group["a"].worker.incarnation
     with swapped(Path(storage.url), victim):
@@ -262,9 +228,7 @@ async def test_slots_of_a_hostile_worker_do_not_end_the_daemon(
         calls.append(manifest)
         raise RecursionError("maximum recursion depth exceeded")
 
-    staging = await start(group, storage)
-    staging.wanted = ["keep"]
-    await staging.until(group, 2)
+    await start(group, storage, "keep")
     monkeypatch.setattr(where, encode)
     await client.request(EvictWorker(JOB, "b", "for the test"))
     async with asyncio.timeout(PATIENCE_S):
@@ -281,9 +245,7 @@ async def test_emergency_checkpoint_of_untrusted_workers_is_touched_only_beneath
     service, book = runner.daemon.slots, runner.daemon.catalog.book
     service._port = replace(service._port, is_trusted=lambda principal: False)
     book.table.roots = (str(tmp_path),)
-    staging = await start(group, storage)
-    staging.wanted = ["keep"]
-    await staging.until(group, 2)
+    await start(group, storage, "keep")
     await client.request(EvictWorker(JOB, "b", "for the test"))
     [saved] = await emergencies(client, 1)
     record = book.table.records[saved.checkpoint_id]
@@ -298,9 +260,7 @@ async def test_emergency_checkpoint_waits_until_what_its_last_try_has_left_is_de
 ) -> None:
     """The deletion of the files would not stop at those of the next try."""
     book = runner.daemon.catalog.book
-    staging = await start(group, storage)
-    staging.wanted = ["keep"]
-    await staging.until(group, 2)
+    staging = await start(group, storage, "keep")
     save_id = next(one.save_id for one in (await slots(client)).slots if one.save_id)
     step = staging.kept[-1]
     started = await client.request(
@@ -344,9 +304,7 @@ async def test_one_save_of_slots_runs_at_a_time(
             running[0] -= 1
 
     monkeypatch.setattr(LocalHeldSlots, "_save", counting)
-    staging = await start(group, storage)
-    staging.wanted = ["keep"]
-    await staging.until(group, 2)
+    staging = await start(group, storage, "keep")
     save_id = next(one.save_id for one in (await slots(client)).slots if one.save_id)
     incarnations = {name: group[name].worker.incarnation for name in NAMES}
     await client.request(EvictWorker(JOB, "b", "for the test"))
@@ -367,9 +325,7 @@ async def test_slots_of_a_worker_that_fails_during_a_look_are_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     service = runner.daemon.slots
-    staging = await start(group, storage)
-    staging.wanted = ["keep"]
-    await staging.until(group, 2)
+    staging = await start(group, storage, "keep")
 
     async def read_before_the_save_was_staged(slot_ids: list[str]) -> list[SlotContents]:
         monkeypatch.undo()
@@ -440,9 +396,7 @@ async def test_save_that_counts_as_failed_is_complete_as_soon_as_the_daemon_has_
         return save_in_thread(held, *arguments, **options)
 
     monkeypatch.setattr(LocalHeldSlots, "_save", save_late)
-    staging = await start(group, storage)
-    staging.wanted = ["save"]
-    await staging.until(group, 2)
+    staging = await start(group, storage, "save")
     await asyncio.to_thread(begun.wait, PATIENCE_S)
     # The workers wait no longer, and do not know how it ends.
     for handle in staging.handles:
@@ -469,9 +423,7 @@ async def test_damaged_slots_are_given_up_and_the_save_before_is_saved(
     hold = agent.hold
     monkeypatch.setattr("forged.host.slot_saves.RETRYING", RetryPolicy(attempts=None, delay_s=0.01))
     monkeypatch.setattr("forged.host.service.LOOK_AFTER_S", 0.02)
-    staging = await start(group, storage)
-    staging.wanted = ["keep", "keep"]
-    await staging.until(group, 4)
+    staging = await start(group, storage, "keep", "keep")
     damaged = staging.kept[-1]
 
     async def hold_healthy(staged: StagedCheckpoint, *, is_trusted: bool) -> Any:
@@ -501,9 +453,7 @@ async def test_emergency_checkpoint_that_the_daemon_may_not_write_is_told_once(
 ) -> None:
     service = runner.daemon.slots
     service._port = replace(service._port, is_trusted=lambda principal: False)
-    staging = await start(group, storage)
-    staging.wanted = ["keep"]
-    await staging.until(group, 2)
+    staging = await start(group, storage, "keep")
     monkeypatch.setattr("forged.host.service.LOOK_AFTER_S", 0.02)
     looks, look_after = list[str](), service._look_after
 
@@ -551,9 +501,7 @@ async def test_only_slots_of_the_page_are_read(
     storage: LocalStorage,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    staging = await start(group, storage)
-    staging.wanted = ["keep"]
-    await staging.until(group, 2)
+    await start(group, storage, "keep")
     agent, asked = runner.daemon.slots._agent, list[list[str]]()
     read = agent.read
 
@@ -583,9 +531,7 @@ async def test_save_on_a_file_system_that_hangs_is_given_up_and_tried_again_when
 
     monkeypatch.setattr(LocalHeldSlots, "_save", hang)
     monkeypatch.setattr("forged.host.local_agent.SAVE_IDLE_S", 0.05)
-    staging = await start(group, storage)
-    staging.wanted = ["keep"]
-    await staging.until(group, 2)
+    staging = await start(group, storage, "keep")
     save_id = next(one.save_id for one in (await slots(client)).slots if one.save_id)
     request = SaveSlots(JOB, "a", group["a"].worker.incarnation, save_id)
     code = ""
@@ -614,9 +560,7 @@ async def test_slots_that_were_opened_after_the_job_was_reopened_do_not_end_with
 ) -> None:
     """The fact that the job was aborted is handled late."""
     service = runner.daemon.slots
-    staging = await start(group, storage)
-    staging.wanted = ["keep"]
-    await staging.until(group, 2)
+    await start(group, storage, "keep")
     opened_after = {slot.opened_after for slot in service.table.records.values()}
     aborted = partial(Record.of, JobAborted("for the test", 1), at=1.0, job=JOB)
     service._ended(aborted(fact_id=min(opened_after)))
@@ -629,9 +573,7 @@ async def test_slots_that_were_opened_after_the_job_was_reopened_do_not_end_with
 async def test_removed_job_frees_its_slots(
     group: TrainerGroup, client: ForgedClient, storage: LocalStorage, tmp_path: Path
 ) -> None:
-    staging = await start(group, storage)
-    staging.wanted = ["keep"]
-    await staging.until(group, 2)
+    await start(group, storage, "keep")
     await client.request(RemoveJob(JOB, force=True))
     await until(client, lambda page: not page.slots and not page.used_bytes)
     assert slot_files(tmp_path) == []
@@ -641,9 +583,7 @@ async def test_removed_job_frees_its_slots(
 async def test_requests_of_others_are_refused(
     group: TrainerGroup, client: ForgedClient, storage: LocalStorage, tmp_path: Path
 ) -> None:
-    staging = await start(group, storage)
-    staging.wanted = ["keep"]
-    await staging.until(group, 2)
+    await start(group, storage, "keep")
     own = group["a"].worker
     where = str(tmp_path)
     assert await refused(client, OpenSlots("other", "a", own.incarnation, 1 << 20, where)) == "job_unknown"
