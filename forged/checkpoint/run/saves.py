@@ -95,17 +95,7 @@ class RunSaves:
         name, is_saved, base = await self._name(step)
         if is_saved:
             return name
-        options = SaveOptions(
-            name,
-            include_rng_state=not self._context.is_worker,
-            timeout=self._context.timeout_s,
-            step=step,
-            epoch=epoch,
-            metrics=metrics,
-            reason=reason,
-            base=base,
-            chain_max=self._settings.chain_max,
-        )
+        options = self._options(name, step, epoch, metrics, reason, base)
         # In the background, the first calls may raise the failures of earlier saves. A save whose base is deleted
         # meanwhile is repeated, and then full.
         for calls_left in reversed(range(SAVES_MAX + 1 if self._settings.in_background else 2)):
@@ -124,6 +114,27 @@ class RunSaves:
         self._schedule.saved(step, ended_at, ended_at - began_at)
         return name
 
+    def _options(
+        self,
+        name: str,
+        step: int,
+        epoch: int | None,
+        metrics: Mapping[str, SupportsFloat],
+        reason: str = "",
+        base: str | None = None,
+    ) -> SaveOptions:
+        return SaveOptions(
+            name,
+            include_rng_state=not self._context.is_worker,
+            timeout=self._context.timeout_s,
+            step=step,
+            epoch=epoch,
+            metrics=metrics,
+            reason=reason,
+            base=base,
+            chain_max=self._settings.chain_max,
+        )
+
     def _is_copied(self, step: int) -> bool:
         """Whether a step that is not saved is copied into memory of the host."""
         return self._settings.memory_every is not None and step > 0 and step % self._settings.memory_every == 0
@@ -135,14 +146,7 @@ class RunSaves:
         name, is_saved, _ = await self._name(step)
         if is_saved:
             return
-        options = SaveOptions(
-            name,
-            include_rng_state=not self._context.is_worker,
-            timeout=self._context.timeout_s,
-            step=step,
-            epoch=epoch,
-            metrics=metrics,
-        )
+        options = self._options(name, step, epoch, metrics)
         try:
             await self._checkpoint.keep_in_memory(ScriptState(state), options=options)
         except CheckpointException as error:
