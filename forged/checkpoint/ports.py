@@ -426,6 +426,10 @@ class HostSlots(Protocol):
         """
         ...
 
+    def refusal_of(self, save_id: str) -> CheckpointException | None:
+        """Why the host has not written a save that another rank has it persist; None as long as it may do so."""
+        ...
+
 
 @runtime_checkable
 class Coordinator(Protocol):

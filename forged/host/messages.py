@@ -100,7 +100,10 @@ class ShareSlots(Request[Ticket], frozen=True):
 
 
 class SaveSlots(Request[SlotSave], frozen=True):
-    """Save the checkpoint that all ranks have staged into slots. Repeat it until it is saved or refused."""
+    """Save the checkpoint that all ranks have staged into slots. Repeat it until it is saved or refused.
+
+    Rank 0 begins the save. The other ranks ask how it goes.
+    """
 
     needs: ClassVar[Role] = Role.WORKER
     decides: ClassVar[bool] = False
@@ -109,6 +112,8 @@ class SaveSlots(Request[SlotSave], frozen=True):
     worker_id: str
     incarnation: bytes
     save_id: str
+    begins: bool = True
+    """Whether the save is begun if it does not run, and again after a refusal was told."""
 
 
 class FindStagedSlots(Request[StagedSlots], frozen=True):

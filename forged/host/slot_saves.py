@@ -60,8 +60,8 @@ TOLD_AFTER, GIVEN_UP_AFTER = 3, 5
 """Tries after which a failure that may pass is told, and after which slots that cannot be read are given up."""
 HOLDER, HELD_S = "slots", 3600.0
 """The holder of a corrupted checkpoint that is saved again, and how long the hold lasts if the daemon dies."""
-SAVED_KEPT = 8
-"""So many saves of a job that have succeeded are remembered: more than its workers can still ask for."""
+ENDED_KEPT = 8
+"""So many saves of a job that have ended are remembered: more than its workers can still ask for."""
 UNREADABLE = frozenset({"slots_unreadable", "checkpoint_slot_torn"})
 """The codes of errors about what is in slots; others are about the directory that is written to."""
 INTERRUPTED = Unavailable("slots_interrupted", "the save was interrupted", "try again")
@@ -74,6 +74,8 @@ class RunningSave:
         self.ended = anyio.Event()
         self.saved: SavedSlots | None = None
         self.error: ForgedError | None = None
+        self.is_refusal_told = False
+        """Whether the rank that has begun it knows the error."""
 
     def end(self, saved: SavedSlots | None = None, error: ForgedError | None = None) -> None:
         """The save has ended; no effect the second time."""
@@ -177,13 +179,12 @@ class SlotSaves:
         return found.points[0].meta.step if found.points else None
 
     def forget_ended(self) -> None:
-        """Forget saves that have failed, all but the last of those that have succeeded, and jobs without slots."""
+        """Forget all but the last saves that have ended, and jobs without slots."""
         with_slots = {record.job for record in self._table.records.values()}
-        succeeded = Counter[str]()
+        ended = Counter[str]()
         for (job, save_id), save in reversed(list(self._saves.items())):
-            succeeded[job] += save.saved is not None
-            is_needed = save.saved is not None and job in with_slots and succeeded[job] <= SAVED_KEPT
-            if save.ended.is_set() and not is_needed:
+            ended[job] += save.ended.is_set()
+            if save.ended.is_set() and (job not in with_slots or ended[job] > ENDED_KEPT):
                 del self._saves[job, save_id]
         for job in self._rescues.keys() - with_slots:
             del self._rescues[job]
@@ -194,15 +195,18 @@ class SlotSaves:
         """Save what all ranks have staged, or go on waiting for that; `own` are the slots of the worker that asks."""
         key = request.job, request.save_id
         save = self._saves.get(key)
-        if save is None:
+        if request.begins and (save is None or save.is_refusal_told):
             staged = await self._staged(request, own)
-            # It may have been begun meanwhile.
-            save = self._saves.get(key) or self._begin_save(request.job, staged, own[0].storage_path)
+            if self._saves.get(key) in (save, None):
+                # It was not begun meanwhile.
+                self._begin_save(request.job, staged, own[0].storage_path)
+            save = self._saves[key]
+        if save is None:
+            return SlotSave(is_saved=False)
         with anyio.move_on_after(SAVE_WAIT_S):
             await save.ended.wait()
         if save.error is not None:
-            if self._saves.get(key) is save:
-                del self._saves[key]
+            save.is_refusal_told |= request.begins
             if save.error.retryable:
                 raise Unavailable(save.error.code, save.error.message, save.error.fix)
             raise RequestRefused(save.error.code, save.error.message, save.error.fix)
@@ -230,11 +234,10 @@ class SlotSaves:
             )
         return found
 
-    def _begin_save(self, job: str, staged: StagedCheckpoint, storage_path: str) -> RunningSave:
+    def _begin_save(self, job: str, staged: StagedCheckpoint, storage_path: str) -> None:
         assert self.tasks is not None, "the service runs before the server listens"
         save = self._saves[job, staged.save_id] = RunningSave()
         self.tasks.start_soon(self._hold_and_save, save, job, staged, storage_path)
-        return save
 
     async def _hold(self, staged: StagedCheckpoint) -> HeldSlots | None:
         is_trusted = all(record.is_trusted for record in self.known(staged))

@@ -29,6 +29,7 @@ from forged.net.transport.port import Network
 
 if TYPE_CHECKING:
     # A worker that saves no checkpoints does not import them.
+    from forged.checkpoint.errors import CheckpointException
     from forged.checkpoint.ports import CancelToken, SlotLease, SlotMemory, StagedStorage
 
 CONNECT_TIMEOUT_S = 2.0
@@ -157,23 +158,20 @@ class WorkerSlots:
         return self._user() is not None
 
     def persist(self, save_id: str, token: CancelToken) -> int:
-        from forged.checkpoint.errors import CheckpointException, ExceptionType
+        from forged.checkpoint.errors import CheckpointException
 
-        user = self._last
-        assert user is not None, "slots are opened before they are saved"
         try:
-            return asyncio.run(self._persist(user, save_id, token))
+            return asyncio.run(self._persist(save_id, token))
         except CheckpointException:
             raise
         except ForgedError as error:
-            raise CheckpointException(
-                error.message, type=ExceptionType.SAVE_FAILED, code=error.code, fix=error.fix
-            ) from error
+            raise _refusal(error) from error
 
-    async def _persist(self, user: SlotUser, save_id: str, token: CancelToken) -> int:
+    async def _persist(self, save_id: str, token: CancelToken) -> int:
         """Ask until the checkpoint is saved; a daemon that is away is waited for, but not long."""
         from forged.checkpoint.ports import HostAway
 
+        user = self._opened_by
         request = SaveSlots(user.job, user.worker_id, user.incarnation, save_id)
         answered_at = self._monotonic()
         while True:
@@ -193,8 +191,32 @@ class WorkerSlots:
             _require_time(token)
             await asyncio.sleep(PAUSE_S)
 
+    def refusal_of(self, save_id: str) -> CheckpointException | None:
+        try:
+            asyncio.run(self._ask_outcome(save_id))
+        except ForgedError as error:
+            return None if error.retryable else _refusal(error)
+        return None
+
+    async def _ask_outcome(self, save_id: str) -> None:
+        user = self._opened_by
+        request = SaveSlots(user.job, user.worker_id, user.incarnation, save_id, begins=False)
+        async with self._client(user.endpoints, CONNECT_TIMEOUT_S) as client:
+            await client.request(request, timeout_s=SAVE_TIMEOUT_S)
+
+    @property
+    def _opened_by(self) -> SlotUser:
+        assert self._last is not None, "slots are opened before they are saved"
+        return self._last
+
     def _client(self, endpoints: tuple[str, ...], connect_timeout_s: float) -> ForgedClient:
         return ForgedClient(*endpoints, token=self._token, network=self._network, connect_timeout_s=connect_timeout_s)
+
+
+def _refusal(error: ForgedError) -> CheckpointException:
+    from forged.checkpoint.errors import CheckpointException, ExceptionType
+
+    return CheckpointException(error.message, type=ExceptionType.SAVE_FAILED, code=error.code, fix=error.fix)
 
 
 def _require_time(token: CancelToken) -> None:

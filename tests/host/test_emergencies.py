@@ -15,6 +15,8 @@ import pytest
 from forged.catalog.messages import DeleteCheckpoint, ReportCorruptCheckpoint
 from forged.catalog.model import CheckpointMeta, CheckpointState
 from forged.checkpoint.errors import CheckpointException
+from forged.checkpoint.rank_group import OutcomeUnknown
+from forged.checkpoint.saving import receipts
 from forged.checkpoint.saving.pipeline import Saver
 from forged.checkpoint.saving.rank_save import RankSave
 from forged.checkpoint.storage import listing
@@ -179,20 +181,24 @@ async def test_emergency_checkpoint_is_saved_when_a_full_disk_has_room(
     await group.finish("a")
 
 
+@pytest.mark.parametrize("blocks_left", [0, 64])
 async def test_save_from_slots_to_a_full_disk_fails_and_the_next_one_succeeds(
-    group: TrainerGroup, client: ForgedClient, disk: Path
+    group: TrainerGroup, client: ForgedClient, disk: Path, monkeypatch: pytest.MonkeyPatch, blocks_left: int
 ) -> None:
+    """The ranks tell each other of the failure by files where there is room for them, and else ask the daemon."""
+    monkeypatch.setattr(receipts, "POLL_MAX_S", 0.05)
     storage = LocalStorage(disk / "checkpoints")
     staging = await start(group, storage)
     await staging.commit("save")
     files = {entry.name for entry in storage.entries()}
-    # The ranks tell each other of the failure by files.
-    filler = await asyncio.to_thread(fill, disk, 64)
+    filler = await asyncio.to_thread(fill, disk, blocks_left)
     await staging.do("save")
     for handle in staging.handles[2:]:
         with pytest.raises(CheckpointException) as caught:
-            await handle.committed()
-    assert caught.value.code == "checkpoint_disk_full"
+            async with asyncio.timeout(PATIENCE_S):
+                await handle.committed()
+        assert caught.value.code == "checkpoint_disk_full"
+        assert not isinstance(caught.value, OutcomeUnknown)
     await asyncio.to_thread(filler.unlink)
     await staging.commit("save")
     assert files <= {entry.name for entry in storage.entries()}

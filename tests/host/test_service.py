@@ -317,6 +317,36 @@ async def test_one_save_of_slots_runs_at_a_time(
     await group.finish("a")
 
 
+async def test_only_the_rank_that_begins_a_save_begins_it_again(
+    group: TrainerGroup, client: ForgedClient, storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries, save_in_thread = list[str](), LocalHeldSlots._save
+
+    def fail_once(held: LocalHeldSlots, *arguments: Any, **options: Any) -> SavedSlots:
+        tries.append(held.save_id)
+        if len(tries) == 1:
+            raise RequestRefused("disk_full", "for the test", "")
+        return save_in_thread(held, *arguments, **options)
+
+    monkeypatch.setattr(LocalHeldSlots, "_save", fail_once)
+    staging = await start(group, storage, "keep")
+    save_id = next(one.save_id for one in (await slots(client)).slots if one.save_id)
+    begin, ask = (SaveSlots(JOB, name, group[name].worker.incarnation, save_id, begins=name == "a") for name in NAMES)
+    assert not (await client.request(ask)).is_saved
+    assert tries == []
+    assert await refused(client, begin) == "disk_full"
+    for _ in range(2):
+        assert await refused(client, ask) == "disk_full"
+    assert tries == [save_id]
+    async with asyncio.timeout(PATIENCE_S):
+        while not (await client.request(begin)).is_saved:
+            pass
+    assert (await client.request(ask)).is_saved
+    assert tries == [save_id] * 2
+    check(storage, staging.kept[-1])
+    await group.finish(*NAMES)
+
+
 async def test_slots_of_a_worker_that_fails_during_a_look_are_kept(
     runner: DaemonRunner,
     group: TrainerGroup,

@@ -323,12 +323,16 @@ class BackgroundSaver:
             save.report.committed(size_bytes)
         return None
 
+    def _refusal_of_host(self, save: RankSave) -> CheckpointException | None:
+        assert self._slots_of_host is not None
+        return self._slots_of_host.refusal_of(save.agreement.save_id)
+
     def _report(
         self, save: RankSave, written: list[Part] | None, receipts: ReceiptExchange, token: CancelToken
     ) -> None:
         """At another rank: write the receipt, and wait until the root has published or refused."""
         try:
-            if written is None and receipts.wait_for_request():
+            if written is None and receipts.wait_for_request(partial(self._refusal_of_host, save)):
                 save.is_persisted_by_host = False
                 written = self._saver.write(save, token)
             if written is not None:

@@ -4,6 +4,8 @@ Invariants:
 - Every rank but the root writes one receipt: what it has written, or why it could not.
 - The root answers with the manifest, or with a refusal to every other rank. If the host was to write all parts and is
   away, the root first requests that each rank writes its own.
+- On a full disk the refusals take the room of the deleted parts. Where the host was to write these, there is none: a
+  rank that waits for long asks the host whether it has refused the save.
 - The reader of a file deletes it. Files for ranks that have died are deleted with the rest of the failed save.
 """
 
@@ -31,6 +33,8 @@ GONE_S = 2.0
 GONE_NAMED_MAX = 10
 OUTCOME_GRACE_S = 5.0
 """The other ranks wait this much longer than the root, which reports a timeout to them."""
+REFUSED_WAITS = 5
+"""So many pauses after the host has refused a save, the other ranks take that for the outcome."""
 
 
 class Receipt(msgspec.Struct, frozen=True, tag="receipt"):
@@ -66,6 +70,11 @@ class RankWaiter:
                 raise
             raise _ranks_gone(gone) from error
         self._pause_s = min(2 * self._pause_s, POLL_MAX_S)
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether the other ranks have taken their time."""
+        return self._pause_s >= POLL_MAX_S
 
     def reset_pause(self) -> None:
         """Poll fast again after a receipt has come."""
@@ -104,6 +113,8 @@ class ReceiptExchange:
         self._storage = storage
         self._save = save
         self._waiter = waiter
+        self._host_refusal: RankFailure | None = None
+        """Why there is no checkpoint, if the root could not tell that."""
 
     def report(self, outcome: list[Part] | RankFailure) -> None:
         """Write this rank's receipt."""
@@ -126,21 +137,32 @@ class ReceiptExchange:
 
     def wait_for_outcome(self) -> RankFailure | None:
         """At the other ranks: wait until the root has published the manifest (None) or refused."""
-        while True:
+        while self._host_refusal is None:
             if (refusal := self._read(self._refusal_name(self._save.rank))) is not None:
                 return _refusal_decoder.decode(refusal)
             if self.published() is not None:
                 return None
             self._waiter.wait([ROOT])
+        return self._host_refusal
 
-    def wait_for_request(self) -> bool:
-        """At another rank: wait until the root requests that the ranks write their parts (true), or has an outcome."""
-        while True:
+    def wait_for_request(self, refusal_of_host: Callable[[], CheckpointException | None]) -> bool:
+        """At another rank: wait until the root requests that the ranks write their parts (true), or has an outcome.
+
+        A root that the host has refused the save may have no room to tell that.
+        """
+        refusal, waits = None, 0
+        while waits < REFUSED_WAITS:
             if self._read(self._request_name(self._save.rank)) is not None:
                 return True
             if self._read(self._refusal_name(self._save.rank)) is not None or self.published() is not None:
                 return False
+            if refusal is None and self._waiter.is_slow:
+                refusal = refusal_of_host()
+            waits += refusal is not None
             self._waiter.wait([ROOT])
+        assert refusal is not None
+        self._host_refusal = RankFailure.of(refusal)
+        return False
 
     def request_writing(self) -> None:
         """At the root: request that every other rank writes its part, because the host does not."""

@@ -50,6 +50,9 @@ class OwnSlots:
     def persist(self, save_id: str, token: CancelToken) -> int:
         raise AssertionError
 
+    def refusal_of(self, save_id: str) -> None:
+        raise AssertionError
+
 
 class Stager(SingleProcess):
     """Stages one version after the other, until it is killed."""

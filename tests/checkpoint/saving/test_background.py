@@ -34,6 +34,7 @@ from tests.checkpoint.fixtures.faulty_storage import FaultyStorage, at, broken, 
 from tests.checkpoint.fixtures.memory_storage import MemoryStorage
 from tests.checkpoint.fixtures.plain_reader import same, state_of
 from tests.checkpoint.fixtures.unreliable_ranks import RankFault, UnreliableRank, fail, group, hang
+from tests.small_disk import fill, small_disk
 
 ONCE = RetryPolicy(attempts=1)
 PATIENCE_S = 30.0
@@ -610,6 +611,29 @@ async def test_a_rank_that_dies_while_writing_is_not_waited_for_for_ever(faulty:
     assert not listing.checkpoint_exists(storage, "a")
     listing.delete_unfinished(storage, "a")
     assert storage.files == {}
+
+
+async def test_root_that_fails_on_a_full_disk_can_tell_the_rank_that_has_written(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 4) as disk:
+        storage, has_written = LocalStorage(disk / "checkpoints"), threading.Event()
+
+        def fill_before_writing(number: int, what: str, done: bool) -> None:
+            if what == "write" and not done:
+                assert has_written.wait(PATIENCE_S)
+                fill(disk)
+
+        def note_receipt(number: int, what: str, done: bool) -> None:
+            if what == "publish" and done:
+                has_written.set()
+
+        storages = [FaultyStorage(storage, fault) for fault in (fill_before_writing, note_receipt)]
+
+        async def act(one: DistributedCheckpoint, rank: int) -> Any:
+            return await told(await one.save_async(part_of(rank, 2, 1), options=named("a")))
+
+        outcomes = await in_group(2, act, storages.__getitem__)
+        assert [getattr(one, "code", one) for one in outcomes] == ["checkpoint_disk_full"] * 2
+        assert [entry.name for entry in storage.entries()] == []
 
 
 @pytest.mark.parametrize("call", [7, 8])

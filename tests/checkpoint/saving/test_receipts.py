@@ -106,6 +106,54 @@ def test_a_manifest_that_is_being_deleted_is_no_answer() -> None:
     assert exchange(storage, 1, lambda: exchange(storage, 0).refuse(FAILURE)).wait_for_outcome() == FAILURE
 
 
+NO_ROOM = CheckpointException("no room", type=ExceptionType.STORAGE_ERROR, code="full", fix="make some")
+
+
+def test_refusal_of_the_host_is_the_outcome_if_the_root_is_silent() -> None:
+    one = exchange(MemoryStorage(), 1)
+    asked = list[None]()
+
+    def refusal_of_host() -> CheckpointException | None:
+        asked.append(None)
+        return NO_ROOM if len(asked) > 3 else None
+
+    assert one.wait_for_request(refusal_of_host) is False
+    assert one.wait_for_outcome() == FAILURE
+    assert len(asked) == 4, "it is not asked again"
+
+
+def test_host_is_not_asked_about_a_save_that_ends_soon() -> None:
+    storage = MemoryStorage()
+
+    def refusal_of_host() -> CheckpointException | None:
+        raise AssertionError
+
+    said = exchange(storage, 1, lambda: None, lambda: publish(storage)).wait_for_request(refusal_of_host)
+    assert said is False
+
+
+@pytest.mark.parametrize("is_requested", [False, True])
+def test_what_the_root_says_counts_more_than_the_refusal_of_the_host(is_requested: bool) -> None:
+    """The root may have heard nothing from the host, and have the ranks write."""
+    storage = MemoryStorage()
+    root, other = exchange(storage, 0), RankFailure("other", ExceptionType.SAVE_FAILED, "other", "")
+    is_refused = list[None]()
+
+    def say() -> None:
+        if is_refused:
+            root.request_writing() if is_requested else root.refuse(other)
+
+    def refusal_of_host() -> CheckpointException | None:
+        is_refused.append(None)
+        return NO_ROOM
+
+    one = exchange(storage, 1, *[say] * 20)
+    assert one.wait_for_request(refusal_of_host) is is_requested
+    if is_requested:
+        root.refuse(other)
+    assert one.wait_for_outcome() == other
+
+
 def test_reader_deletes_receipts_and_refusals() -> None:
     storage = MemoryStorage()
     for rank in (1, 2):

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from forged.checkpoint.errors import CheckpointException
 from forged.checkpoint.format.manifest import DIGEST_BYTES
 from forged.checkpoint.format.slot import (
     HEADER_BYTES,
@@ -125,6 +126,10 @@ class Slots:
     def persist(self, save_id: str, token: CancelToken) -> int:
         """Have the host persist all slots of a save; returns its size when the checkpoint exists."""
         return self._host.persist(save_id, token)
+
+    def refusal_of(self, save_id: str) -> CheckpointException | None:
+        """Why the host has not persisted a save that the root has asked for; None as long as it may do so."""
+        return self._host.refusal_of(save_id)
 
     def prepare(self, size: int, token: CancelToken) -> bool:
         """Open slots for a part of this size; returns whether there are any."""
