@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from forged.catalog.messages import EmergencyCheckpointSaved
-from forged.cli.forgectl.tables import duration, size
+from forged.cli.forgectl.tables import duration
 from forged.demo.checkpoints import SAVE_STEPS
 from forged.demo.learning import State, Task
 from forged.demo.observer import ClusterObserver
@@ -19,6 +19,7 @@ from forged.demo.processes import forgectl
 from forged.demo.records import Committed, Resumed
 from forged.demo.train import PARAMETERS, STOP_FILE
 from forged.memory.messages import DeviceRemoved
+from forged.phrases import bytes_text
 
 ALONE_JOB = "alone"
 WORKER = "solo"
@@ -69,7 +70,7 @@ async def restore_from_memory(
     output.note(f"kill -9 {worker.pid} ({WORKER}) after {committed} committed steps", RED)
     await observer.until(lambda: observer.last_fact(DeviceRemoved) is not None, "the end of the worker's device")
     freed_bytes = _freed_bytes(observer)
-    output.note(f"{size(freed_bytes)} of GPU memory are free that {WORKER} held", GREEN)
+    output.note(f"{bytes_text(freed_bytes)} of GPU memory are free that {WORKER} held", GREEN)
     await observer.until(lambda: observer.last_fact(EmergencyCheckpointSaved, WORKER) is not None, "the emergency save")
     saved_s = time.monotonic() - killed_at
     output.note(f"{duration(saved_s)} from the kill to the durable emergency checkpoint", GREEN)
