@@ -11,6 +11,7 @@ import anyio
 from forged.auth.model import Principal, Role
 from forged.elastic.messages import WorkerFailed
 from forged.kernel.messages import Call, Decision, Fact, Fence, Request
+from forged.log import SILENT, Log
 from forged.memory.book.device import Device
 from forged.memory.book.device_table import MemoryLimits
 from forged.memory.messages import (
@@ -48,7 +49,7 @@ WORKERS = ("w0", "w1", "w2")
 class MemoryDaemon:
     """The kernel, the memory service, and the workers that it takes for registered."""
 
-    def __init__(self, kernel: Kernel, at_start: Sequence[str], limits: MemoryLimits | None) -> None:
+    def __init__(self, kernel: Kernel, at_start: Sequence[str], limits: MemoryLimits | None, log: Log) -> None:
         self.kernel = kernel
         self.at_start = {JOB: [(worker, INCARNATION) for worker in at_start]}
         self.workers = {(JOB, worker): INCARNATION for worker in WORKERS}
@@ -56,7 +57,7 @@ class MemoryDaemon:
             lambda job, worker_id, incarnation: self.workers.get((job, worker_id)) == incarnation,
             lambda: self.at_start,
         )
-        self.service = MemoryService(kernel.bus, kernel.clock, port, limits=limits)
+        self.service = MemoryService(kernel.bus, kernel.clock, port, limits=limits, log=log)
         kernel.ledger.register(self.service)
         kernel.bus.dispatcher.fence_of = lambda job: Fence(1, 0) if job == JOB else None
 
@@ -153,13 +154,14 @@ async def memory_daemon(
     at_start: Sequence[str] = (),
     limits: MemoryLimits | None = None,
     *,
+    log: Log = SILENT,
     extend: Callable[[Kernel], object] = lambda kernel: None,
 ) -> AsyncIterator[MemoryDaemon]:
     """A running memory service; the workers `at_start` were registered before it started."""
     made: list[MemoryDaemon] = []
 
     def register(kernel: Kernel) -> None:
-        made.append(MemoryDaemon(kernel, at_start, limits))
+        made.append(MemoryDaemon(kernel, at_start, limits, log))
         extend(kernel)
 
     async with running(None, register), anyio.create_task_group() as tasks:

@@ -39,6 +39,7 @@ from forged.memory.pool.eviction import RoomPlan
 from forged.memory.waiting import PASSED_S
 from tests.kernel_fixture import Kernel, on_virtual_time
 from tests.memory.memory_fixture import GPU, INCARNATION, JOB, KIB, MemoryDaemon, memory_daemon, wanted
+from tests.telemetry.recording_log import RecordingLog
 
 
 async def refused(code: str, awaited: Any) -> ForgedError:
@@ -707,9 +708,12 @@ async def test_growth_is_forecast_and_pressure_told_once() -> None:
 
 
 @on_virtual_time
-async def test_facts_of_shortages_are_limited() -> None:
-    async with memory_daemon() as memory:
+async def test_facts_of_shortages_are_limited_and_the_log_counts_the_others() -> None:
+    log = RecordingLog()
+    async with memory_daemon(log=log) as memory:
         await filled(memory)
         for number in range(50):
             await memory.allocate(wanted(f"more{number}", KIB))
         assert len(await memory.facts(OutOfMemory)) == 20
+        await anyio.sleep(60.0)
+        assert log.of("evictions and shortages of memory were not recorded") == [{"job": JOB, "count": 30}]
