@@ -301,6 +301,26 @@ async def test_a_wait_ends_at_its_deadline_with_an_explanation() -> None:
 
 
 @on_virtual_time
+async def test_requests_whose_waits_end_at_the_same_instant_all_end() -> None:
+    async with memory_daemon() as memory:
+        held = handles(await filled(memory))
+        await memory.free(held[0])
+        replies: dict[str, Allocated] = {}
+
+        async def wait(name: str, size: int) -> None:
+            (replies[name],) = await memory.allocate(wanted(name, size), wait_s=5.0)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(wait, "large", 64 * KIB)
+            # It waits behind the large one, whose end may serve it at the last moment.
+            tasks.start_soon(wait, "small", KIB)
+        assert replies["large"].shortage is not None
+        assert ("w0:small" in await memory.names()) == (replies["small"].shortage is None)
+        assert (await memory.view()).waiting == 0
+        assert memory.service.table.waiting_shares.used == 0
+
+
+@on_virtual_time
 async def test_small_requests_do_not_pass_a_large_one_for_ever() -> None:
     async with memory_daemon() as memory:
         held = handles(await filled(memory))
