@@ -14,6 +14,7 @@ import pytest
 from forged import daemon as daemon_module
 from forged.auth.model import Role
 from forged.config import Config
+from forged.config.reload import LIVE
 from forged.daemon import CLOSE_S, REQUESTS, Daemon, Ports
 from forged.errors import ConfigError, ForgedError
 from forged.jobs.model import CreateJob
@@ -215,6 +216,55 @@ async def test_start_deletes_the_leftovers_of_an_interrupted_backup(tmp_path: Pa
         left = names_in(tmp_path)
     assert left >= {"forged.sqlite3", "notes"}
     assert not [name for name in left if name.startswith(NAME)]
+
+
+# Settings that change.
+
+
+def limits_in_force(daemon: Daemon) -> list[Any]:
+    """What the daemon's parts go by of the settings that may change while it runs."""
+    admitted, memory = daemon.server._table, daemon.memory.table
+    shares = (
+        admitted._connections,
+        admitted._handshakes,
+        daemon.server.memory._shares,
+        daemon.catalog.book.table._shares,
+        daemon.registry.state.shares,
+        daemon.slots.table.shares,
+        daemon.slots.table._numbers,
+        memory.block_shares,
+        memory.device_shares,
+        memory.waiting_shares,
+    )
+    return [
+        *((one._limit, one._reserve, one._each_max) for one in shares),
+        (daemon.journal.facts_max, daemon.journal.bytes_max, daemon.bus.backlog_max),
+        (daemon.server.limits, daemon.server.memory._limits, daemon.data.limits, daemon.tokens._policy),
+        (daemon.catalog.book.table.roots, daemon.catalog.work.scrub_bytes_per_s),
+        (daemon.catalog.book.policies._defaults, daemon.plugins._caller.limits, daemon.reporter.facts._per_s_max),
+    ]
+
+
+def changed(key: str) -> Any:
+    """Another value of a setting."""
+    value = getattr(Config(), key)
+    if isinstance(value, str):
+        return {"checkpoint_metric": "accuracy"}.get(key, "viewer")
+    if isinstance(value, bool):
+        return not value
+    if key == "certificate_roles":
+        return {"a.example": "viewer"}
+    return ("/data",) if isinstance(value, tuple) else value + 1
+
+
+@on_virtual_time
+@pytest.mark.parametrize("key", sorted(LIVE - {"drain_timeout_s", "log_level"}))
+async def test_reloaded_setting_is_in_force_as_after_a_restart(key: str) -> None:
+    async with a_daemon() as reloaded, a_daemon(**{key: changed(key)}) as restarted:
+        before, wanted = limits_in_force(reloaded.daemon), limits_in_force(restarted.daemon)
+        assert before != wanted
+        reloaded.daemon._apply(restarted.daemon.config)
+        assert limits_in_force(reloaded.daemon) == wanted
 
 
 # Stopping.
