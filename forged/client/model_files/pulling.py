@@ -21,6 +21,8 @@ from forged.checkpoint.export.conversion import ConversionOptions, convert
 from forged.checkpoint.export.external_files import SAFETENSORS
 from forged.checkpoint.ports import CancelToken
 from forged.checkpoint.progress import ByteCount, Progress
+from forged.checkpoint.storage.listing import delete
+from forged.checkpoint.storage.locations import storage_at
 from forged.checkpoint.thread_pool import run_all
 from forged.client.model_files.checkpoint_files import require_content
 from forged.client.model_files.comparison import is_checkpoint, location_of, named
@@ -108,9 +110,17 @@ def _convert(metadata: ModelMetadata, where: str, path: Path, token: CancelToken
         # The checkpoint may have been replaced since it was first looked at.
         require_content(where, metadata.checksum, token)
     except BaseException:
-        path.unlink(missing_ok=True)
+        _remove_converted(path)
         raise
     return Pulled(path, 1, converted.size_bytes, converted.left_out)
+
+
+def _remove_converted(path: Path) -> None:
+    """Delete a copy of a checkpoint: a file, or a checkpoint again, which is a folder with a manifest beside it."""
+    if path.is_dir():
+        delete(*storage_at(path), force=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -255,8 +255,9 @@ def test_another_checkpoint_under_the_name_leaves_no_copy(saved: Path, here: Pat
     assert list(here.iterdir()) == []
 
 
+@pytest.mark.parametrize("target", ["copy.safetensors", "copy.npz", "copy"])
 def test_checkpoint_that_is_replaced_during_the_copy_leaves_no_copy(
-    saved: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+    saved: Path, here: Path, monkeypatch: pytest.MonkeyPatch, target: str
 ) -> None:
     described = describe_checkpoint(saved, CancelToken())
 
@@ -268,8 +269,8 @@ def test_checkpoint_that_is_replaced_during_the_copy_leaves_no_copy(
 
     monkeypatch.setattr(pulling, "convert", replaced)
     with pytest.raises(ForgedError, match="another checkpoint was saved there"):
-        pulled(described)
-    assert list(here.iterdir()) == []
+        pulled(described, here / target)
+    assert [path for path in here.rglob("*") if path.is_file()] == []
 
 
 def test_damaged_checkpoint_leaves_no_copy(saved: Path, here: Path) -> None:
