@@ -356,6 +356,10 @@ async def test_files_are_stored_and_checked() -> None:
         file = ArtifactFile("model/a.safetensors", 10, CHECKSUM)
         await one.register(artifact=Artifact("/models/a", files=[file]))
         assert (await one.show()).artifact.files == [file]
+        one.checkpoints["/models/a"] = checkpoint()
+        beside = await one.register(V3, artifact=Artifact("/models/a", files=[file]))
+        view = await one.show(str(beside.version))
+        assert (view.artifact.checkpoint_id, view.lineage) == ("", None)
         for wrong in ({"path": "../a"}, {"path": "/a"}, {"path": "a\\b"}, {"checksum": "sha256:x"}, {"size_bytes": -1}):
             fields: dict[str, Any] = {"path": "a", "size_bytes": 1, "checksum": CHECKSUM} | wrong
             bad = Artifact("/models/a", files=[ArtifactFile(**fields)])
@@ -465,6 +469,7 @@ async def test_clock_that_goes_back_renews_no_evidence() -> None:
         assert "days old" in await why_refused(one.promote(V1, STAGING))
         times = [entry.at for entry in await one.journal()]
         assert times == sorted(times, reverse=True)
+        assert (await one.register(V2)).registered_at == times[0]
 
 
 @on_virtual_time
@@ -516,8 +521,11 @@ async def test_policy_may_ask_for_no_evidence() -> None:
     async with registry() as one:
         await one.register()
         await one.set_policy(requires_validation=False)
-        await one.promote(V1, *TO_CANARY, PRODUCTION)
+        await one.promote(V1, *TO_CANARY)
+        await one.validate(passed=False)
+        await one.promote(V1, PRODUCTION)
         assert one.serving == V1
+        assert {entry.evidence for entry in await one.journal() if entry.kind == "transitioned"} == {0}
 
 
 @on_virtual_time
@@ -855,6 +863,18 @@ async def test_metrics_of_a_promoted_canary_are_the_next_baseline() -> None:
         assert "what 2.0.0 has reported" in measured.reason
 
 
+@on_virtual_time
+async def test_metrics_of_a_canary_that_was_rolled_back_are_no_baseline() -> None:
+    async with registry() as one:
+        await one.make_canary(V1)
+        await one.report(V1, latency_p99_ms=500.0)
+        await one.roll_back(V1)
+        await one.validate(V1)
+        await one.promote(V1, CANARY, PRODUCTION)
+        await one.make_canary(V2)
+        assert "validation 2 of 1.0.0" in (await one.report(V2)).reason
+
+
 # Aliases, tags, policies, deletion.
 
 
@@ -1043,6 +1063,7 @@ async def test_imported_versions_have_their_states_aliases_and_evidence() -> Non
         assert await one.ask(ImportModels(versions, "from elsewhere")) == reply
         assert (one.serving, await one.state(V2)) == (V1, "staging")
         assert (await one.show("champion")).metadata.registered_at == 5.0
+        assert (await one.show("2.0.0")).metadata.registered_at == one.clock.wall()
         await one.promote(V2, CANARY)
         again = await one.ask(ImportModels(versions, "again"))
         assert (again.imported, again.known) == ([], reply.imported)
@@ -1357,6 +1378,11 @@ async def test_full_registry_rolls_back() -> None:
         await one.serve(V1, V2)
         one.service.state.set_bytes_max(1000)
         assert await refused(one.ask(SetModelPolicy(MODEL, ModelPolicy(min_accuracy=0.5)))) == "registry_full"
+        assert await refused(one.promote(V1, DEPRECATED)) == "registry_full"
+        assert await refused(one.validate(V2)) == "registry_full"
+        assert await refused(one.report(V2, errors=["it fails"])) == "registry_full"
+        assert await refused(one.ask(TagModel(MODEL, V1, {"a": "b"}))) == "registry_full"
+        assert await refused(one.ask(MoveAlias(MODEL, "a", V1))) == "registry_full"
         assert (await one.roll_back()).to == V1
 
 
