@@ -216,19 +216,17 @@ class DeviceMemory:
     @asynccontextmanager
     async def _running(self) -> AsyncIterator[None]:
         client, job = self._client, self._worker[0]
-        async with (
-            client.facts(BlockEvicted, CompactionPlanned, jobs=[job]) as stream,
-            anyio.create_task_group() as tasks,
-        ):
+        async with client.facts(BlockEvicted, CompactionPlanned, jobs=[job]) as stream:
             await self._restore()
-            client.connection_listeners.append(self._note_connection)
-            try:
-                tasks.start_soon(self._listen, stream)
-                tasks.start_soon(self._restore_after_reconnections)
-                yield
-            finally:
-                client.connection_listeners.remove(self._note_connection)
-                tasks.cancel_scope.cancel()
+            async with anyio.create_task_group() as tasks:
+                client.connection_listeners.append(self._note_connection)
+                try:
+                    tasks.start_soon(self._listen, stream)
+                    tasks.start_soon(self._restore_after_reconnections)
+                    yield
+                finally:
+                    client.connection_listeners.remove(self._note_connection)
+                    tasks.cancel_scope.cancel()
 
     def _note_connection(self) -> None:
         self._connection_changed.set()
@@ -251,15 +249,26 @@ class DeviceMemory:
     async def _restore(self) -> None:
         """Register the device and assert its blocks; a daemon that knows them changes nothing."""
         async with self._lock:
-            await self._client.register_device(*self._worker, self._device)
-            held = list(self._blocks.values())
-            try:
-                await self._client.assert_blocks(*self._worker, self.name, held)
-            except RequestRefused as refusal:
-                if refusal.code != ASSERTION_REFUSED:
-                    raise
-                await self._assert_each(held)
-                await self._client.assert_blocks(*self._worker, self.name, [])
+            while True:
+                await self._client.register_device(*self._worker, self._device)
+                try:
+                    await self._assert_all()
+                except RequestRefused as refusal:
+                    if refusal.code != DEVICE_UNKNOWN:
+                        raise
+                    # The daemon has restarted once more.
+                else:
+                    return
+
+    async def _assert_all(self) -> None:
+        held = list(self._blocks.values())
+        try:
+            await self._client.assert_blocks(*self._worker, self.name, held)
+        except RequestRefused as refusal:
+            if refusal.code != ASSERTION_REFUSED:
+                raise
+            await self._assert_each(held)
+            await self._client.assert_blocks(*self._worker, self.name, [])
 
     async def _check(self, names: Iterable[str]) -> None:
         """Find out which of these blocks were evicted."""

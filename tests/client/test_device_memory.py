@@ -193,6 +193,34 @@ async def test_memory_closes_after_its_client(runner: DaemonRunner, client: Forg
     assert set(await held(client)) == {"a"}
 
 
+async def test_device_of_a_worker_that_is_not_registered_is_refused(client: ForgedClient) -> None:
+    memory = DeviceMemory(client, JOB, "none", INCARNATIONS["w0"], DEVICE)
+    with pytest.raises(RequestRefused, match="not registered"):
+        await memory.__aenter__()
+
+
+async def test_daemon_that_restarts_between_registration_and_assertion_gets_both(
+    runner: DaemonRunner, client: ForgedClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register = client.register_device
+    registrations = 0
+
+    async def interrupted(*arguments: Any) -> Any:
+        nonlocal registrations
+        registrations += 1
+        view = await register(*arguments)
+        if registrations == 2:
+            await runner.reopen()
+        return view
+
+    monkeypatch.setattr(client, "register_device", interrupted)
+    async with memory_of(client) as memory:
+        await memory.allocate(wanted("a"))
+        await runner.reopen()
+        while set(await held(client)) != {"a"}:
+            await asyncio.sleep(0)
+
+
 async def test_worker_that_is_gone_cannot_restore_its_blocks(client: ForgedClient) -> None:
     async with memory_of(client) as memory:
         await memory.allocate(wanted("a"))
