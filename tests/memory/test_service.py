@@ -619,6 +619,42 @@ async def test_the_time_to_assert_ends() -> None:
 
 
 @on_virtual_time
+async def test_what_others_may_have_used_meanwhile_cannot_be_asserted_late() -> None:
+    async with memory_daemon() as memory:
+        await memory.register()
+        await memory.allocate(wanted("a", KIB), wanted("b", KIB))
+        held = await memory.blocks()
+    async with memory_daemon(at_start=("w0", "w1")) as memory:
+        await memory.register()
+        await memory.assert_blocks(worker="w1")
+        await anyio.sleep(ASSERT_S + 1)
+        # Nothing was allocated since, so all that the worker has is as it was.
+        await memory.assert_blocks(held[0], more=True)
+        taken = await memory.take("of another", KIB, worker="w1")
+        assert taken.offset == held[1].block.offset
+        assert taken.handle is not None
+        await memory.free(taken.handle, worker="w1")
+        error = await refused("memory_assertion_refused", memory.assert_blocks(*held))
+        assert "b: " in error.message
+        assert await memory.names() == ["w0:a"]
+
+
+@on_virtual_time
+async def test_nothing_is_moved_before_all_blocks_are_asserted() -> None:
+    async with memory_daemon() as memory:
+        await memory.register()
+        await memory.allocate(wanted("a", KIB), worker="w1")
+        await memory.allocate(wanted("b", KIB))
+        held = await memory.blocks()
+    async with memory_daemon(at_start=("w0", "w1")) as memory:
+        await memory.register()
+        await memory.assert_blocks(held[1])
+        await refused("memory_asserting", memory.ask(PlanCompaction(JOB, GPU)))
+        await memory.assert_blocks(held[0], worker="w1")
+        assert not (await memory.ask(PlanCompaction(JOB, GPU))).moves
+
+
+@on_virtual_time
 async def test_a_worker_that_fails_is_not_waited_for() -> None:
     async with memory_daemon(at_start=("w0", "w1")) as memory:
         await memory.register()

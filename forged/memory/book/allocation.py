@@ -115,6 +115,8 @@ class Allocation:
         if missing and attempt.request.all_or_none:
             self._take_back(device, attempt, got, evicted)
             return
+        if got:
+            device.has_allocated = True
         self._table.entered(device, got, attempt.owner)
         for block in evicted:
             self._table.gone(device, block)

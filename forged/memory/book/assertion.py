@@ -2,7 +2,8 @@
 
 Invariants:
 - A page is entered whole or refused whole, and a refusal names every block that is refused, up to a limit.
-- Only a worker that was registered when the daemon started can assert blocks that the daemon does not know.
+- Only a worker that was registered when the daemon started can assert blocks that the daemon does not know, and only as
+  long as the daemon has given away nothing of the device.
 """
 
 from __future__ import annotations

@@ -43,6 +43,9 @@ class Compactions:
     def plan(self, request: PlanCompaction, now: Moment) -> CompactionPlan:
         """Open a plan; an open one is returned."""
         device = self._table.device(request.job, request.device)
+        if device.assert_until is not None:
+            # What is free as far as the daemon knows may be a block that its owner has not asserted yet.
+            raise refusals.asserting(device.name, max(0.0, device.assert_until - now.monotonic))
         refusals.require_between("hole", request.hole, 0, device.core.total)
         refusals.require_between("bytes_max", request.bytes_max, 1, BYTES_MAX)
         refusals.require_between("moves_max", request.moves_max, 1, MOVES_MAX)

@@ -73,6 +73,8 @@ class Device:
     """None: the owners of blocks have asserted them."""
     asserted: set[WorkerKey] = field(default_factory=set)
     """The workers that have asserted their blocks here."""
+    has_allocated: bool = False
+    """Whether the daemon has given away memory: what is free now may have been another's since the daemon started."""
     plan_until: float = 0.0
     """When the open compaction plan expires; 0: there is none."""
     plan_epoch: int = 0

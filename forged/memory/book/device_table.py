@@ -220,8 +220,12 @@ class DeviceTable:
     # After a restart.
 
     def may_assert(self, device: Device, owner: Owner) -> bool:
-        """Whether the worker may hold blocks that the daemon has forgotten: it is older, and has not asserted yet."""
-        return owner.key in self._at_start.get(owner.job, ()) and owner.key not in device.asserted
+        """Whether the worker may hold blocks that the daemon has forgotten.
+
+        It is older, and has not asserted yet; and nothing was allocated meanwhile, perhaps where its blocks are.
+        """
+        is_older = owner.key in self._at_start.get(owner.job, ())
+        return is_older and owner.key not in device.asserted and not device.has_allocated
 
     def _is_awaiting(self, device: Device) -> bool:
         """Whether the device's owner, or a worker that has asserted on no device of its own, may assert blocks here."""
