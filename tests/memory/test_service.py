@@ -288,6 +288,34 @@ async def test_request_that_is_repeated_while_it_waits_gets_the_same_block() -> 
 
 
 @on_virtual_time
+async def test_batch_that_waits_is_told_of_its_first_blocks_as_they_are_at_the_end() -> None:
+    async with memory_daemon() as memory:
+        held = handles(await filled(memory))
+        got: list[Allocated] = []
+
+        async def wait() -> None:
+            blocks = wanted("moved", 8 * KIB), wanted("evicted", 8 * KIB, cached=True), wanted("late", 32 * KIB)
+            got.extend(await memory.allocate(*blocks, evict=False, wait_s=60.0))
+
+        async with anyio.create_task_group() as tasks:
+            await memory.free(held[1])
+            tasks.start_soon(wait)
+            await anyio.sleep(0.1)
+            assert await memory.names() == ["w0:b0", "w0:moved", "w0:evicted", "w0:b2", "w0:b3"]
+            await memory.take("other", 8 * KIB)
+            assert await memory.names() == ["w0:b0", "w0:moved", "w0:other", "w0:b2", "w0:b3"]
+            await memory.free(held[0])
+            plan = await memory.ask(PlanCompaction(JOB, GPU))
+            assert plan.moves[0].handle.name == "moved"
+            await memory.commit(plan.epoch, 0)
+            assert not got
+            await memory.free(*held[2:])
+        found = {one.handle: one.block.offset for one in await memory.blocks()}
+        assert [found.get(handle) for handle in handles(got)] == [one.offset for one in got]
+        assert got[0].handle == Handle("moved", 2)
+
+
+@on_virtual_time
 async def test_a_wait_ends_at_its_deadline_with_an_explanation() -> None:
     async with memory_daemon() as memory:
         await filled(memory)
@@ -318,6 +346,25 @@ async def test_requests_whose_waits_end_at_the_same_instant_all_end() -> None:
         assert ("w0:small" in await memory.names()) == (replies["small"].shortage is None)
         assert (await memory.view()).waiting == 0
         assert memory.service.table.waiting_shares.used == 0
+
+
+@on_virtual_time
+async def test_batch_that_waits_in_vain_is_told_which_of_its_first_blocks_gave_way() -> None:
+    async with memory_daemon() as memory:
+        held = handles(await filled(memory))
+        await memory.free(held[1])
+        got: list[Allocated] = []
+
+        async def wait() -> None:
+            blocks = wanted("kept", 8 * KIB), wanted("evicted", 8 * KIB, cached=True), wanted("late", 32 * KIB)
+            got.extend(await memory.allocate(*blocks, evict=False, wait_s=5.0))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(wait)
+            await anyio.sleep(0.1)
+            await memory.take("other", 8 * KIB)
+        assert [one.name for one in got if one.handle is None] == ["evicted", "late"]
+        assert all(one.shortage is not None for one in got[1:])
 
 
 @on_virtual_time
@@ -524,6 +571,19 @@ async def test_a_compaction_makes_room_for_the_request_that_waits() -> None:
             for move in plan.moves:
                 await memory.commit(plan.epoch, move.number)
         assert replies[0].actual_size == 16 * KIB
+
+
+@on_virtual_time
+async def test_a_request_that_waits_does_not_evict_its_own_blocks_for_a_compaction() -> None:
+    async with memory_daemon() as memory:
+        held = handles(await filled(memory))
+        await memory.change("cache", held[1])
+        await memory.free(held[3])
+        known, new = await memory.allocate(wanted("b1", 16 * KIB), wanted("new", 32 * KIB), wait_s=5.0)
+        assert known.handle == held[1]
+        assert new.handle is None
+        assert await memory.facts(BlockEvicted) == []
+        assert "w0:b1" in await memory.names()
 
 
 @on_virtual_time

@@ -204,6 +204,7 @@ class Allocation:
             device.plan_for = None
         if not attempt.is_done:
             self._serve(device, now)
+            _look_again(device, attempt)
 
     def search_if_due(self, device: Device, now: Moment) -> None:
         """Try the requests that wait again if there was no time for a search when the device last changed."""
@@ -226,12 +227,8 @@ class Allocation:
 
     def _serve_one(self, device: Device, waiting: Waiting[Attempt], now: Moment) -> bool:
         attempt = waiting.request
-        try:
-            # The worker may have asked again meanwhile, after a reconnect.
-            attempt.missing = _not_there(device, attempt, attempt.missing)
-        except ForgedError as error:
-            attempt.error = error
-        else:
+        _look_again(device, attempt)
+        if attempt.error is None:
             self._try(device, attempt, now)
         if not attempt.is_done:
             return False
@@ -300,11 +297,19 @@ class Allocation:
         movable = largest_hole(core, evicting=False)
         if not attempt.request.evict or not movable < needed <= largest_hole(core, evicting=True):
             return
-        evicted = core.evict(needed - movable)
+        # The blocks of one request do not evict each other.
+        own = {attempt.owner.block_id(name) for name in attempt.found}
+        evicted, size = list[Block](), 0
+        for block in core.least_recent():
+            if block.block_id not in own and size < needed - movable:
+                evicted.append(block)
+                size += block.size
+        if size < needed - movable:
+            return
+        core.evict_blocks(evicted)
         for block in evicted:
             self._table.gone(device, block)
-        if evicted:
-            self._tell_evicted(device, attempt, evicted)
+        self._tell_evicted(device, attempt, evicted)
 
     # Freeing and changing.
 
@@ -359,15 +364,27 @@ def _require_valid(wanted: Wanted) -> None:
         require_content(wanted.content, wanted.reload_s)
 
 
+def _look_again(device: Device, attempt: Attempt) -> None:
+    """What the worker has of a request that waits: blocks have moved and given way, and it may have asked again."""
+    try:
+        attempt.missing = _not_there(device, attempt, attempt.request.wanted)
+    except ForgedError as error:
+        attempt.error = error
+
+
 def _not_there(device: Device, attempt: Attempt, wanted: Sequence[Wanted]) -> list[Wanted]:
     """The wanted blocks that the worker does not have; those that it has are found."""
     core, owner, missing = device.core, attempt.owner, list[Wanted]()
     prefix = owner.block_id("")
     for one in wanted:
         needed = core.needed(one.request.size, one.request.alignment)[0]
-        block = core.find(prefix + one.name)
+        block, found = core.find(prefix + one.name), attempt.found.get(one.name)
         if block is None:
+            if found is not None:
+                del attempt.found[one.name]
             missing.append(one)
+        elif found is not None and (found.handle, found.offset) == (owner.handle(block), block.offset):
+            continue
         elif block.size != needed or block.tensor_id != one.request.tensor_id:
             raise refusals.name_taken(one.name, block.size, needed)
         else:
