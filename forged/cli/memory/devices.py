@@ -11,7 +11,6 @@ from forged.cli.forgectl.connection import DaemonConnection
 from forged.cli.forgectl.output import answer
 from forged.cli.forgectl.parser import Options
 from forged.cli.process import EXIT_OK
-from forged.errors import RequestRefused
 from forged.phrases import bytes_text
 from forged.plain_client.connection import PlainConnection
 
@@ -53,15 +52,16 @@ def _show(options: Options, columns: tuple[str, ...], row: Any, fields: tuple[st
 def listed(daemon: PlainConnection, job: str | None, after: str = "", pages_max: int | None = None) -> Iterator[Row]:
     """The devices of a job, or of all jobs."""
     for name in [job] if job else _jobs(daemon):
-        try:
-            page = answers.whole(
-                daemon, "ListDevices", field="devices", key="name", after=after, pages_max=pages_max, job=name
-            )
-        except RequestRefused as refusal:
-            if job or refusal.code not in REMOVED:
-                raise
-        else:
-            yield from answers.rows_in(page, "devices")
+        yield from answers.pages_unless(
+            daemon,
+            frozenset() if job else REMOVED,
+            "ListDevices",
+            field="devices",
+            key="name",
+            after=after,
+            pages_max=pages_max,
+            job=name,
+        )
 
 
 def _jobs(daemon: PlainConnection) -> Iterable[str]:
