@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import math
-from itertools import permutations
+from itertools import permutations, product
 
 import numpy as np
 import pytest
@@ -20,7 +20,10 @@ from forged.registry import (
     select_best_model,
     select_best_version,
 )
+from forged.registry.book.state import ALL
+from forged.registry.messages import ImportedVersion, ImportModels
 from tests.registry.records import CANARY, PRODUCTION, V1, V2, metadata, result
+from tests.registry.stored_registry import StoredRegistry
 
 NAN, INF = math.nan, math.inf
 ANY_NUMBER = st.floats() | st.sampled_from([NAN, INF, -INF, 0.0, -0.0, 5e-324, -1e308, 1e308])
@@ -226,3 +229,23 @@ def test_priority_grows_with_errors_latency_and_accuracy_loss(
     assert rollback_priority(result(better, slower, errors=fewer), baseline) >= base
     assert rollback_priority(result(worse, faster, errors=fewer), baseline) >= base
     assert rollback_priority(result(better, faster, errors=more), baseline) >= base
+
+
+def test_daemon_ranks_versions_as_they_are_selected() -> None:
+    registry = StoredRegistry()
+    measures = product((math.nan, -1.0, 0.0, 1.0, math.inf), (math.nan, 0.0, 5.0, math.inf))
+    versions = [
+        ImportedVersion(
+            metadata(model_id, ModelVersion(0, number, 0), state=PRODUCTION),
+            validation=result(accuracy, p99, model_id=model_id, version=ModelVersion(0, number, 0)),
+        )
+        for number, (accuracy, p99) in enumerate(measures)
+        for model_id in "ab"
+    ]
+    registry.do(registry.registration.import_models, ImportModels(versions, "x"))
+    left = {(one.metadata.model_id, one.metadata.version): (one.metadata, one.validation) for one in versions}
+    expected = []
+    while best := select_best_version([(one, validation) for one, validation in left.values() if validation]):
+        expected.append((best.model_id, best.version))
+        del left[best.model_id, best.version]
+    assert [rank[-2:] for rank in registry.state.ranking_of(ALL)] == expected

@@ -1373,6 +1373,17 @@ async def test_full_registry_refuses_a_tenant_and_serves_operators() -> None:
 
 
 @on_virtual_time
+async def test_import_takes_in_what_has_room_together() -> None:
+    async with registry(bytes_max=100_000) as one:
+        tags = {"x": "y" * 3000}
+        versions = [ImportedVersion(metadata(ModelVersion(0, 0, number), tags=tags)) for number in range(40)]
+        done = await one.ask(ImportModels(versions, "moving"), JOB_OPERATOR)
+        assert len(done.imported) > 5
+        assert len(done.imported) + len(done.refused) == 40
+        assert one.service.state.shares.used <= 100_000
+
+
+@on_virtual_time
 async def test_full_registry_rolls_back() -> None:
     async with registry() as one:
         await one.serve(V1, V2)
