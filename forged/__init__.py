@@ -8,6 +8,7 @@ from forged.errors import ConfigError, ForgedError, NotLeader, PeerError, Reques
 from forged.version import VERSION
 
 if TYPE_CHECKING:
+    from forged.elastic.model import WorldOver
     from forged.worker.blocking import join
     from forged.worker.errors import JobEnded, StepAborted, WorkerEvicted
 
@@ -22,6 +23,7 @@ __all__ = [
     "StepAborted",
     "Unavailable",
     "WorkerEvicted",
+    "WorldOver",
     "__version__",
     "join",
 ]
@@ -37,4 +39,8 @@ def __getattr__(name: str) -> Any:
         from forged.worker import errors
 
         return getattr(errors, name)
+    if name == "WorldOver":
+        from forged.elastic.model import WorldOver
+
+        return WorldOver
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -306,6 +306,18 @@ class Standstill(msgspec.Struct, frozen=True):
     """None while it lasts."""
 
 
+class WorldOver(msgspec.Struct, frozen=True):
+    """No further collective of a world that a worker has entered will complete."""
+
+    generation: int
+    reason: str
+    peer: str = ""
+    """The worker that was lost; empty if none was, or if it is unknown which."""
+    is_orderly: bool = False
+    """Whether the worker, or another member, leaves the world or goes over to the next one, and no step is under way
+    here."""
+
+
 def _rescale_type(old: ClusterTopology, new: ClusterTopology) -> RescaleType:
     if new.world_size == old.world_size:
         return RescaleType.REPLACE

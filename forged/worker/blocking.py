@@ -26,7 +26,7 @@ from forged.data.sampling.sampler import ElasticSampler
 from forged.data.training import TrainingData
 from forged.data.transfer.manager import DataTransferManager
 from forged.elastic.config import ElasticTrainingConfig
-from forged.elastic.model import ClusterTopology, GlobalTrainingState, RescalingEvent, Standstill, WorkerId
+from forged.elastic.model import ClusterTopology, GlobalTrainingState, RescalingEvent, Standstill, WorkerId, WorldOver
 from forged.errors import ForgedError, RequestRefused, without_traceback
 from forged.logger_adapter import SCRIPT_LOG
 from forged.worker.arguments import count
@@ -37,7 +37,7 @@ from forged.worker.events import Event
 from forged.worker.host_slots import WorkerSlots
 from forged.worker.process.sigterm import heeding_sigterm
 from forged.worker.state_transfer.encoding import copy_of
-from forged.worker.steps.step_loop import Step
+from forged.worker.steps.step_loop import Entering, Step
 from forged.worker.transport.peer_tls import PeerTls
 from forged.worker.worker import JOB, ElasticWorker
 
@@ -93,8 +93,8 @@ class Training(BlockingFacade[ElasticWorker]):
         with LoopThread("forged-worker", NOT_OPEN) as loop:
             self._loop = loop
             worker = self._worker = loop.call(self._make)
-            # Its subscribers are called in the script's own thread, which has no event loop.
-            worker.leaving.is_awaited = False
+            # Their subscribers are called in the script's own thread, which has no event loop.
+            worker.leaving.is_awaited = worker.world_entered.is_awaited = False
             # Signals arrive in the script's thread, so SIGTERM is handled here.
             with loop.holding(worker.session(*self._endpoints)), heeding_sigterm(worker.told_to_end):
                 yield
@@ -140,13 +140,25 @@ class Training(BlockingFacade[ElasticWorker]):
         return self._run(lambda worker: worker.repeats_step(step, error))
 
     def _begin_step(self, total: int | None) -> int | None:
-        while isinstance(coming := self._run(lambda worker: worker.come_to_step(total)), Leaving):
+        while isinstance(coming := self._run(lambda worker: worker.come_to_step(total)), Leaving | Entering):
             # In the script's own thread, where a subscriber that blocks does not keep the worker from answering.
+            if isinstance(coming, Entering):
+                self._tell_entered(coming)
+                continue
             if coming.is_news:
                 self.worker.leaving.fire(coming.reason)
             if self._run(lambda worker: worker.finish_leaving()):
                 return None
         return coming
+
+    def _tell_entered(self, entering: Entering) -> None:
+        try:
+            self.world_entered.fire(entering.topology)
+        except Exception as error:
+            if not self._repeats_step(entering.step, error):
+                raise
+        else:
+            self.worker.finish_entering()
 
     def batch(self) -> Indices:
         """This worker's samples of the present step."""
@@ -281,6 +293,26 @@ class Training(BlockingFacade[ElasticWorker]):
         """Happens when this worker has the training state of its new world. Subscribers run as those of
         `rescaling_requested` do."""
         return self.worker.state_synchronized
+
+    @property
+    def world_over(self) -> Event[WorldOver]:
+        """Happens once for each world that was entered, at once when no further collective of it will complete, and
+        before `world_entered` of the next one.
+
+        Subscribers run in the worker's thread, also while the script computes or hangs: plain functions, which must not
+        wait for the worker.
+        """
+        return self.worker.world_over
+
+    @property
+    def world_entered(self) -> Event[ClusterTopology]:
+        """Happens before the first step of each world, with its state. Subscribers run in the script's thread, and may
+        use the world's collectives.
+
+        If a subscriber raises `StepAborted`, or any exception while the world is over, the worker goes over to the next
+        world, where the event happens again. Another exception is raised by `steps`.
+        """
+        return self.worker.world_entered
 
     @property
     def standstill(self) -> Event[Standstill]:

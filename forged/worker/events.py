@@ -1,7 +1,8 @@
 """Events of a worker, to which the training script subscribes.
 
 Invariants:
-- A subscriber that fails is logged and does not keep the other subscribers from being called.
+- A subscriber that fails is logged and does not keep the other subscribers from being called; but the failure of a
+  subscriber of `world_entered` is raised.
 - An asynchronous subscriber is refused where the event is not awaited: it would never run.
 """
 
@@ -13,7 +14,7 @@ from contextlib import contextmanager
 from inspect import isawaitable, iscoroutinefunction
 from typing import Generic, Protocol, TypeVar
 
-from forged.elastic.model import GlobalTrainingState, RescalingEvent, Standstill
+from forged.elastic.model import ClusterTopology, GlobalTrainingState, RescalingEvent, Standstill, WorldOver
 from forged.errors import RequestRefused, describe
 from forged.log import Log
 
@@ -23,9 +24,11 @@ T = TypeVar("T")
 class Event(Generic[T]):
     """Something that may happen, and its subscribers."""
 
-    def __init__(self, name: str, log: Log, *, is_awaited: bool = False) -> None:
+    def __init__(self, name: str, log: Log, *, is_awaited: bool = False, is_raised: bool = False) -> None:
+        """`is_raised`: whether the failure of a subscriber is raised, and not logged."""
         self.is_awaited = is_awaited
         """Whether subscribers may be asynchronous."""
+        self._is_raised = is_raised
         self._name = name
         self._log = log
         self._subscribers: dict[Callable[[T], object], None] = {}
@@ -72,7 +75,9 @@ class Event(Generic[T]):
     def _logging_failure(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - a subscriber is code of the script
+        except Exception as error:
+            if self._is_raised:
+                raise
             self._log.error("a subscriber failed", event_name=self._name, reason=describe(error))
 
 
@@ -96,4 +101,6 @@ class WorkerEvents:
         self.rescaling_requested: Event[RescalingEvent] = Event("rescaling_requested", log)
         self.state_synchronized: Event[GlobalTrainingState] = Event("state_synchronized", log)
         self.standstill: Event[Standstill] = Event("standstill", log)
+        self.world_over: Event[WorldOver] = Event("world_over", log)
+        self.world_entered: Event[ClusterTopology] = Event("world_entered", log, is_awaited=True, is_raised=True)
         self.leaving: Event[str] = Event("leaving", log, is_awaited=True)

@@ -37,6 +37,7 @@ from forged.elastic.model import (
     WorkerId,
     WorkerMetadata,
     WorkerStatus,
+    WorldOver,
 )
 from forged.errors import RequestRefused
 from forged.logger_adapter import SCRIPT_LOG, as_log
@@ -51,7 +52,7 @@ from forged.worker.host_slots import SlotUser, WorkerSlots
 from forged.worker.process.sigterm import SIGTERM_REASON
 from forged.worker.process.worker_process import OwnProcess, WorkerProcess
 from forged.worker.session import WorkerSession, open_session, reason_of
-from forged.worker.steps.step_loop import Decide, Step, StepLoop
+from forged.worker.steps.step_loop import Decide, Entering, Step, StepLoop
 from forged.worker.transport.bulk_channel import BulkTransport
 from forged.worker.transport.peer_tls import PeerTls
 from forged.worker.worker_state.progress import TrainingProgress
@@ -304,6 +305,22 @@ class ElasticWorker:
         return self._events.state_synchronized
 
     @property
+    def world_over(self) -> Event[WorldOver]:
+        """Happens once for each world that was entered, at once when no further collective of it will complete, and
+        before `world_entered` of the next one. Subscribers are plain functions, which must not wait for the worker."""
+        return self._events.world_over
+
+    @property
+    def world_entered(self) -> Event[ClusterTopology]:
+        """Happens before the first step of each world, with its state. Subscribers may be asynchronous, and use its
+        collectives.
+
+        If a subscriber raises `StepAborted`, or any exception while the world is over, the worker goes over to the next
+        world, where the event happens again. Another exception is raised by `steps`.
+        """
+        return self._events.world_entered
+
+    @property
     def standstill(self) -> Event[Standstill]:
         """Happens when training stands still here because the daemon is away, and again when that is over; `lasted_s`
         is None the first time."""
@@ -351,7 +368,9 @@ class ElasticWorker:
                     self.incarnation = self._spec.random.randbytes(INCARNATION_BYTES)
                 self._sessions += 1
                 self._progress.begin_session(counters)
-                state = self._state = SessionState(self.worker_id, self._progress, counters, self._spec.clock.wall())
+                state = self._state = SessionState(
+                    self.worker_id, self._progress, counters, self._spec.clock.wall(), self._events.world_over.fire
+                )
                 async with open_session(
                     self._spec, state, self, self.incarnation, self._wanted, endpoints, self._catalog
                 ) as session:
@@ -461,20 +480,36 @@ class ElasticWorker:
 
     async def begin_step(self, total: int | None = None) -> int | None:
         """Wait until a step may begin; returns its number, or None when there are no more."""
-        while isinstance(coming := await self.come_to_step(total), Leaving):
+        while isinstance(coming := await self.come_to_step(total), Leaving | Entering):
+            if isinstance(coming, Entering):
+                await self._tell_entered(coming)
+                continue
             if coming.is_news:
                 await self._events.leaving.fire_and_wait(coming.reason)
             if await self.finish_leaving():
                 return None
         return coming
 
-    async def come_to_step(self, total: int | None = None) -> int | Leaving | None:
-        """As `begin_step`, for a caller that tells the subscribers of `leaving` itself, and then calls
-        `finish_leaving`."""
+    async def _tell_entered(self, entering: Entering) -> None:
+        try:
+            await self._events.world_entered.fire_and_wait(entering.topology)
+        except Exception as error:
+            if not await self.repeats_step(entering.step, error):
+                raise
+        else:
+            self.finish_entering()
+
+    async def come_to_step(self, total: int | None = None) -> int | Leaving | Entering | None:
+        """As `begin_step`, for a caller that tells the subscribers of `leaving` and `world_entered` itself, and then
+        calls `finish_leaving` or `finish_entering`."""
         coming = await self.step_loop.come_to_step(total)
-        if coming is not None and not isinstance(coming, Leaving):
+        if isinstance(coming, int):
             await self.resume_training()
         return coming
+
+    def finish_entering(self) -> None:
+        """Begin the steps of the world, now that the subscribers of `world_entered` have been told."""
+        self.step_loop.finish_entering()
 
     async def finish_leaving(self) -> bool:
         """Leave, now that the subscribers of `leaving` have been told; false if the worker is needed after all."""

@@ -83,6 +83,20 @@ def test_failing_subscriber_is_logged_and_the_rest_are_called() -> None:
     assert notes.errors == [{"event": "a subscriber failed", "event_name": "counted", "reason": "ValueError: no"}]
 
 
+def test_failure_of_a_subscriber_is_raised_where_it_counts() -> None:
+    notes, heard = Notes(), list[int]()
+    event: Event[int] = Event("counted", notes, is_raised=True)
+
+    def fail(value: int) -> None:
+        raise ValueError("no")
+
+    event.subscribe(fail)
+    event.subscribe(heard.append)
+    with pytest.raises(ValueError, match="no"):
+        event.fire(1)
+    assert (heard, notes.errors) == ([], [])
+
+
 async def test_awaited_event_waits_for_asynchronous_subscribers_in_order() -> None:
     notes = Notes()
     heard: list[str] = []

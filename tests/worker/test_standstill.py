@@ -43,6 +43,9 @@ class EndlessWorld:
     generation = GENERATION
     ending = None
 
+    def watch(self, on_over: object) -> None:
+        return
+
     async def leave(self) -> None:
         return
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import anyio
@@ -50,6 +50,8 @@ class Ending:
     reason: str
     peer: str = ""
     fix: str = ""
+    is_departure: bool = False
+    """Whether a member has left in good order."""
 
     def error(self) -> ForgedError:
         """The error of every later call."""
@@ -63,6 +65,11 @@ def aborted(reason: str, peer: str = "") -> Ending:
     return Ending(ABORTED, reason, peer)
 
 
+def departed(who: str) -> Ending:
+    """The ending of a world that a member has left in good order."""
+    return Ending(ABORTED, f"{who} left the world in good order", is_departure=True)
+
+
 class Endpoint(ABC):
     """One rank's part in a world: its present call, and how the world has ended."""
 
@@ -73,6 +80,9 @@ class Endpoint(ABC):
         """The ids of the workers, by rank."""
         self.ending: Ending | None = None
         """Why the world has ended, the first reason; None while it has not."""
+        self.on_over: Callable[[Ending], object] = lambda ending: None
+        """Called at once when no further collective will complete. The hub calls it when a member has left, too, though
+        the world ends with the next collective only."""
         self._tasks = tasks
         self._inbox = Inbox()
         self._receiving = anyio.CancelScope()
@@ -146,7 +156,7 @@ class Endpoint(ABC):
     async def leave(self) -> None:
         """Leave; the world ends for the other ranks at their next collective."""
         if self.ending is None:
-            self._over(aborted("this worker has left the world"))
+            self._over(departed("this worker"))
             await self._leave()
 
     async def _receive(self) -> None:
@@ -177,6 +187,7 @@ class Endpoint(ABC):
         self.ending = ending
         self._receiving.cancel()
         self._inbox.wake()
+        self.on_over(ending)
 
     @abstractmethod
     def _handle(self, link: PeerLink, message: PeerMessage | ForgedError) -> None:
@@ -286,6 +297,7 @@ class HubEndpoint(Endpoint):
             self._end(self._ending_of(message))
         elif isinstance(message, Left):
             self._left.append(rank)
+            self.on_over(departed(self._hub.describe(rank)))
             if self._hub.is_waiting:
                 self._end_without_those_who_left()
         else:
@@ -322,9 +334,9 @@ class HubEndpoint(Endpoint):
 
     def _end(self, ending: Ending) -> None:
         if self.ending is None:
-            frame = frame_of(Aborted(ending.code, ending.reason, ending.peer, ending.fix))
+            # The other ranks are told before the subscribers of this one are called.
+            self._dismiss(frame_of(Aborted(ending.code, ending.reason, ending.peer, ending.fix)))
             self._over(ending)
-            self._dismiss(frame)
 
     async def _leave(self) -> None:
         links = list(self._links.values())
@@ -407,7 +419,7 @@ class MemberEndpoint(Endpoint):
             self._over(Ending(message.code, message.reason, message.peer, message.fix))
             link.close()
         elif isinstance(message, Left):
-            self._over(aborted(f"{self._hub_name} left the world in good order"))
+            self._over(departed(self._hub_name))
             link.close()
         else:
             raise PeerError("message_unexpected", f"{type(message).__name__} is not for a member to receive")
@@ -424,10 +436,10 @@ class MemberEndpoint(Endpoint):
         return ""
 
     def _end(self, ending: Ending) -> None:
-        self._over(ending)
         if self.link is not None:
             self.link.send(Aborted(ending.code, ending.reason, ending.peer, ending.fix))
             self.link.close()
+        self._over(ending)
 
     async def _leave(self) -> None:
         if self.link is not None:

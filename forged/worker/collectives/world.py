@@ -9,6 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from forged.errors import PeerError, RequestRefused
@@ -38,6 +39,12 @@ class World:
     def ending(self) -> Ending | None:
         """Why the world has ended; None while it has not."""
         return self.endpoint.ending
+
+    def watch(self, on_over: Callable[[Ending], object]) -> None:
+        """Call this once no further collective will complete, or at once if none will."""
+        self.endpoint.on_over = on_over
+        if self.ending is not None:
+            on_over(self.ending)
 
     async def barrier(self, *, timeout_s: float | None = None) -> None:
         """Wait for all ranks."""

@@ -103,6 +103,9 @@ class StepErrors:
             return ""
         if ending is not None and ending.code == ABORTED:
             return ending.reason
+        if ending is None and current_world.over is not None:
+            # At the hub the world does not end before its next collective when a member has left.
+            return current_world.over.reason
         if view.lost:
             return f"{view.lost} failed or left"
         return "the job is rescaling" if view.rescaling or view.committed is not None else ""

@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, NoReturn, Self
 
-from forged.elastic.model import WorkerStatus
+from forged.elastic.model import ClusterTopology, WorkerStatus
 from forged.errors import RequestRefused
 from forged.worker.collectives.world import World
 from forged.worker.drain import Leaving
-from forged.worker.errors import JobEnded
+from forged.worker.errors import JobEnded, StepAborted
 from forged.worker.process.worker_process import WorkerProcess
 from forged.worker.rescaler import Rescaler
 from forged.worker.session import WorkerSession
@@ -54,6 +54,10 @@ class Step(int):
         """Whether the step was aborted, so that it is repeated."""
         return self._current_world.is_void if self._was_aborted is None else self._was_aborted
 
+    def abort(self, reason: str) -> NoReturn:
+        """Void the step at all ranks, which repeat it in a new world: raises `StepAborted`, inside the block."""
+        raise StepAborted(reason)
+
     def end(self) -> None:
         """Keep the result: the script may hold the object while the worker does other steps."""
         self._was_aborted = self.aborted
@@ -76,6 +80,14 @@ class Step(int):
         return isinstance(error, Exception) and await self._errors.decide_in_time(int(self), error)
 
 
+class Entering(NamedTuple):
+    """A world is entered: the subscribers of `world_entered` are to be told before its first step."""
+
+    topology: ClusterTopology
+    step: int
+    """The number of that step."""
+
+
 class StepLoop:
     """The steps of one worker in one session."""
 
@@ -90,10 +102,11 @@ class StepLoop:
 
     # Between two steps.
 
-    async def come_to_step(self, total: int | None = None) -> int | Leaving | None:
+    async def come_to_step(self, total: int | None = None) -> int | Leaving | Entering | None:
         """Wait until a step may begin, and return its number; None when there are no more.
 
-        A caller that gets a `Leaving` tells the subscribers of `leaving`, and calls `finish_leaving`.
+        A caller that gets a `Leaving` tells the subscribers of `leaving`, and calls `finish_leaving`. One that gets an
+        `Entering` tells those of `world_entered`, and calls `finish_entering` if none has failed.
         """
         self._process.check()
         session = self._session
@@ -106,7 +119,7 @@ class StepLoop:
         finally:
             session.wait_reporter.end()
 
-    async def _advance(self, rescaler: Rescaler, total: int | None) -> int | Leaving | None:
+    async def _advance(self, rescaler: Rescaler, total: int | None) -> int | Leaving | Entering | None:
         view, current_world, progress, session = self._view, self._current_world, self._progress, self._session
         while view.end is None and not session.is_over:
             is_done = total is not None and progress.step >= total
@@ -124,11 +137,18 @@ class StepLoop:
             else:
                 current_world.begin_step()
                 progress.begin_step()
+                if current_world.is_entry_due:
+                    current_world.activate(self._state.worker)
+                    return Entering(current_world.topology, progress.step)
                 self._process.look_after_pulse()
                 return progress.step
         if view.end is not None:
             await self._fail(view.end)
         return None
+
+    def finish_entering(self) -> None:
+        """The subscribers of `world_entered` have been told."""
+        self._current_world.is_entry_due = False
 
     async def finish_step(self) -> bool:
         """Tell the other ranks that the step is finished; returns whether it is committed."""

@@ -7,6 +7,8 @@ Invariants:
 - A step counts when all ranks of the world have finished it.
 - An aborted collective makes the step void, and the world is lost; the daemon is told unless the loss is known from it.
 - A world that stops does so after the same step on all ranks.
+- `on_world_over` is called once for each world that was entered, at once when no further collective will complete, and
+  before the next world is entered.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import NamedTuple
 
@@ -25,11 +28,12 @@ from forged.data.sampling.sampler import ElasticSampler
 from forged.data.training import TrainingData
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.membership.member import COLLECTIVES_PER_WORLD
-from forged.elastic.model import RANK_NONE, ClusterTopology, WorkerId, WorkerStatus
+from forged.elastic.model import RANK_NONE, ClusterTopology, WorkerId, WorkerStatus, WorldOver
 from forged.errors import ForgedError
 from forged.jobs.model import SettingValue
 from forged.log import Log
 from forged.net.transport.port import Network
+from forged.worker.collectives.endpoints import Ending
 from forged.worker.collectives.world import World
 from forged.worker.errors import STEP_VOIDED, CollectiveAborted, StepAborted, WorldIncomplete
 from forged.worker.process.counters import Counters
@@ -83,15 +87,24 @@ class CurrentWorld:
     """One worker's part in its world. `counters` make its marks visible to the pulse."""
 
     def __init__(
-        self, view: JobView, counters: Counters | None, now: float = 0.0, changed: Callable[[], object] = lambda: None
+        self,
+        view: JobView,
+        counters: Counters | None,
+        now: float = 0.0,
+        changed: Callable[[], object] = lambda: None,
+        on_over: Callable[[WorldOver], object] = lambda over: None,
     ) -> None:
-        """`changed` is called whenever the worker is no longer in a world."""
+        """`changed` is called whenever the worker is no longer in a world, `on_over` when its world is over."""
         self.status = WorkerStatus.JOINING
         self.joined_at = self.heartbeat_at = now
         self.topology = ClusterTopology()
         """The world that was entered last."""
         self.world: World | None = None
         """The world that the worker is in; None between two worlds."""
+        self.over: WorldOver | None = None
+        """Why no further collective of the world that was entered last will complete; None while they may."""
+        self.is_entry_due = False
+        """Whether the script has not been told yet that the worker has entered its world."""
         self.is_void = False
         """Whether a collective of the present step was aborted."""
         self.is_stepping = False
@@ -107,6 +120,9 @@ class CurrentWorld:
         self.counters = counters
         self._view = view
         self._changed = changed
+        self._on_over = on_over
+        self._entered = 0
+        """The generation of the world that was entered last; 0 before the first."""
 
     @property
     def meeting(self) -> int | None:
@@ -202,6 +218,19 @@ class CurrentWorld:
 
     def enter(self, world: World) -> None:
         self.world, self.loss, self._stopped_by = world, None, self._view.stop_wanted
+        self._entered, self.over, self.is_entry_due = world.generation, None, True
+        world.watch(partial(self._ended, world.generation))
+
+    def _ended(self, generation: int, ending: Ending) -> None:
+        if generation == self._entered:
+            self.be_over(ending.reason, ending.peer, is_orderly=ending.is_departure)
+
+    def be_over(self, reason: str, peer: str = "", *, is_orderly: bool = False) -> None:
+        """No further collective of the world that was entered last will complete; the first reason counts."""
+        if self._entered and self.over is None:
+            peer, is_orderly = peer or self._view.lost, is_orderly and not self.is_stepping
+            self.over = WorldOver(self._entered, reason, peer, is_orderly)
+            self._on_over(self.over)
 
     def lose(self, error: ForgedError) -> None:
         """The world cannot continue. Report it, unless the daemon has said so itself."""
@@ -229,6 +258,7 @@ class CurrentWorld:
             await self.leave()
             return None
         self.world = None
+        self.be_over("this worker leaves", is_orderly=True)
         return world
 
 
@@ -255,12 +285,17 @@ class SessionState:
     """The state of one worker in one session. The training progress outlives the session."""
 
     def __init__(
-        self, worker: WorkerId, progress: TrainingProgress, counters: Counters | None = None, now: float = 0.0
+        self,
+        worker: WorkerId,
+        progress: TrainingProgress,
+        counters: Counters | None = None,
+        now: float = 0.0,
+        on_world_over: Callable[[WorldOver], object] = lambda over: None,
     ) -> None:
         self.worker = worker
         """Has the port at which peers reach the worker once its mesh is open."""
         self.view = JobView(worker.id)
-        self.current_world = CurrentWorld(self.view, counters, now, self.wake)
+        self.current_world = CurrentWorld(self.view, counters, now, self.wake, on_world_over)
         self.progress = progress
         self.drain = DrainFlags()
         self.is_done = False
@@ -325,6 +360,10 @@ class SessionState:
 
     def wake(self) -> None:
         """Tell the script's task that something has changed; cancel its action if that is no longer wanted."""
+        if self.view.end is not None:
+            self.current_world.be_over(str(self.view.end))
+        elif self.view.completed is not None:
+            self.current_world.be_over("the training is complete", is_orderly=True)
         self._changed.set()
         if self._action is not None:
             scope, still = self._action

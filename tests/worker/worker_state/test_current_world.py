@@ -12,23 +12,33 @@ import pytest
 
 from forged.elastic.membership.member import COLLECTIVES_PER_WORLD
 from forged.elastic.messages import JobPaused, JobResumed
-from forged.elastic.model import WorkerStatus
+from forged.elastic.model import WorkerId, WorkerStatus, WorldOver
 from forged.errors import RequestRefused
 from forged.kernel.messages import Record
-from forged.worker.errors import CollectiveMismatch, StepAborted, WorldIncomplete
+from forged.worker.collectives.endpoints import MemberEndpoint
+from forged.worker.errors import CollectiveMismatch, StepAborted, WorkerEvicted, WorldIncomplete
 from forged.worker.process.counters import Counters
 from forged.worker.worker_state.job_view import JobView
-from forged.worker.worker_state.session_state import CurrentWorld, PeerReport, peer_of
+from forged.worker.worker_state.progress import TrainingProgress
+from forged.worker.worker_state.session_state import CurrentWorld, PeerReport, SessionState, peer_of
 from tests.worker.meshes import PATIENCE_S, each, open_meshes, until
 
 GENERATION = 4
 
 
+class Watched(CurrentWorld):
+    """One that notes when its world is over."""
+
+    def __init__(self, name: str) -> None:
+        self.overs: list[WorldOver] = []
+        super().__init__(JobView(name), None, on_over=self.overs.append)
+
+
 @asynccontextmanager
-async def together(count: int) -> AsyncIterator[list[CurrentWorld]]:
+async def together(count: int) -> AsyncIterator[list[Watched]]:
     """Workers in one world."""
     async with open_meshes(count) as made, asyncio.timeout(PATIENCE_S):
-        current_worlds = [CurrentWorld(JobView(worker.id), None) for worker in made.workers]
+        current_worlds = [Watched(worker.id) for worker in made.workers]
         for current_world, world in zip(current_worlds, await made.enter(GENERATION), strict=True):
             current_world.take_rank(made.topology)
             current_world.enter(world)
@@ -169,6 +179,73 @@ async def test_marks_begin_anew_with_each_world_and_are_shown_to_the_pulse() -> 
         current_world.come_to(topology)
         assert current_world.marks == topology.epoch * COLLECTIVES_PER_WORLD
         assert current_world.topology is topology
+
+
+class TestWorldOver:
+    async def test_voided_step_ends_the_world_once_at_every_rank_also_between_two_collectives(self) -> None:
+        async with together(3) as current_worlds:
+            for one in current_worlds:
+                one.begin_step()
+            current_worlds[1].void_step("the batch is damaged")
+            await until(lambda: all(one.overs for one in current_worlds))
+            await each(current_worlds, lambda one: one.leave())
+            assert [one.overs for one in current_worlds] == [[WorldOver(GENERATION, "the batch is damaged")]] * 3
+
+    async def test_lost_member_is_named(self) -> None:
+        async with together(3) as (one, other, lost):
+            assert lost.world is not None
+            assert isinstance(lost.world.endpoint, MemberEndpoint)
+            assert lost.world.endpoint.link is not None
+            lost.world.endpoint.link.abort()
+            await until(lambda: bool(one.overs and other.overs))
+            assert [(over.peer, over.is_orderly) for over in one.overs + other.overs] == [("w2", False)] * 2
+
+    @pytest.mark.parametrize("is_stepping", [False, True])
+    async def test_departure_is_orderly_unless_a_step_is_under_way(self, is_stepping: bool) -> None:
+        async with together(2) as (one, other):
+            if is_stepping:
+                one.begin_step()
+            await other.leave()
+            await until(lambda: bool(one.overs))
+            assert one.overs == [WorldOver(GENERATION, "w1 (rank 1) left the world in good order", "", not is_stepping)]
+            assert other.overs == [WorldOver(GENERATION, "this worker left the world in good order", "", True)]
+            assert one.world is not None
+            assert one.world.ending is None, "what all ranks have called before it left may still complete"
+
+    async def test_departure_of_the_hub_is_orderly_too(self) -> None:
+        async with together(2) as (one, other):
+            await one.leave()
+            await until(lambda: bool(other.overs))
+            assert other.overs == [WorldOver(GENERATION, "w0 (rank 0) left the world in good order", "", True)]
+
+    async def test_lone_worker_that_leaves_and_keeps_its_world_is_over(self) -> None:
+        async with together(1) as (one,):
+            assert await one.leave_for_good() is not None
+            assert one.overs == [WorldOver(GENERATION, "this worker leaves", "", True)]
+
+    async def test_world_that_ends_before_it_is_entered_is_over_when_it_is(self) -> None:
+        async with together(2) as (one, other):
+            assert (one.world is not None, other.world is not None) == (True, True)
+            world, again = one.world, Watched("w0")
+            assert world is not None
+            world.abort("it was unplugged", "w1")
+            again.enter(world)
+            assert again.overs == [WorldOver(GENERATION, "it was unplugged", "w1")]
+
+    async def test_end_of_the_job_and_eviction_are_told_at_once(self) -> None:
+        overs: list[WorldOver] = []
+        state = SessionState(WorkerId("me", "", 0), TrainingProgress(None, 0), on_world_over=overs.append)
+        state.fail(WorkerEvicted("stalled"))
+        assert overs == [], "no world was entered"
+        async with open_meshes(1) as made:
+            state.view.end = None
+            (world,) = await made.enter(GENERATION)
+            state.current_world.enter(world)
+            state.fail(WorkerEvicted("stalled"))
+            state.wake()
+        (over,) = overs
+        assert (over.generation, over.is_orderly) == (GENERATION, False)
+        assert "stalled" in over.reason
 
 
 def test_script_error_blames_no_worker() -> None:
