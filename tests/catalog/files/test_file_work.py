@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import anyio
 import pytest
@@ -9,6 +10,7 @@ from forged.auth.model import Principal, Role
 from forged.catalog.book.saves import FAILED_KEPT_S, WRITER_GONE_S, WRITING_S_MAX
 from forged.catalog.files import file_work
 from forged.catalog.files.file_work import TICK_S
+from forged.catalog.files.work_queue import WorkQueue
 from forged.catalog.messages import (
     CheckpointCollected,
     CheckpointCompacted,
@@ -796,3 +798,24 @@ async def test_compaction_of_a_checkpoint_that_is_read_waits_behind_the_others()
         await anyio.sleep(3700.0)
         assert [fact.step for fact in one.kernel.facts(CheckpointCompacted)] == [4, 2]
         assert compacted(files)[:2] == [f"{FOLDER}/step-00000002", f"{FOLDER}/step-00000004"]
+
+
+@over_days
+async def test_work_is_looked_for_when_some_comes_ends_or_falls_due() -> None:
+    files, looks = SimulatedFiles(delay_s=1.0), 0
+    begin, folders = WorkQueue.begin, 50
+
+    def counted(queue: WorkQueue, now: float) -> list[str]:
+        nonlocal looks
+        looks += 1
+        return begin(queue, now)
+
+    async with catalog(files=files) as one:
+        for step in range(1, folders + 2):
+            await save(one, files, step, storage_path=f"/disk{step % 5}/{step}/step")
+        with patch.object(WorkQueue, "begin", counted):
+            await one.configure({"checkpoint_keep": 1})
+            await anyio.sleep(SOON_S)
+        assert len(files.stored) == 1
+    queues, ticks = 3, 3
+    assert looks <= queues * (2 * folders + ticks)
