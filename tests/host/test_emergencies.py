@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from forged.catalog.messages import DeleteCheckpoint, ReportCorruptCheckpoint
+from forged.catalog.messages import CompleteCheckpoint, DeleteCheckpoint, ReportCorruptCheckpoint, StartCheckpoint
 from forged.catalog.model import CheckpointMeta, CheckpointState
 from forged.checkpoint.errors import CheckpointException
 from forged.checkpoint.rank_group import OutcomeUnknown
@@ -281,3 +281,18 @@ async def test_save_that_was_collected_is_not_written_again_when_its_worker_asks
     assert again.is_saved
     assert list(storage.entries()) == []
     await group.finish(*NAMES)
+
+
+async def test_no_emergency_checkpoint_is_saved_where_a_newer_one_is_offered(
+    group: TrainerGroup, client: ForgedClient, storage: LocalStorage
+) -> None:
+    staging = await start(group, storage, "keep")
+    step = staging.kept[-1] + 1000
+    started = await client.request(StartCheckpoint(JOB, "", b"", 0, step, f"{storage.url}/newer", "00000001"))
+    await client.request(CompleteCheckpoint(JOB, "", b"", started.checkpoint_id, 1, 1.0))
+    await client.request(EvictWorker(JOB, "b", "for the test"))
+    await until(client, lambda page: {one.owner for one in page.slots} == {"present"})
+    assert [meta.step for meta in await client.checkpoints(JOB)] == [step]
+    assert listing.prefixes(storage) == []
+    await group.over("b")
+    await group.finish("a")
