@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from forged.errors import ForgedError
+from forged.errors import ForgedError, RequestRefused
 from forged.host.local_agent import LocalHostAgent
 from tests.host.staging import slot_files
+from tests.small_disk import small_disk
 
 
 def test_slots_directory_of_another_user_or_mode_is_refused(tmp_path: Path) -> None:
@@ -76,3 +80,42 @@ async def test_slots_of_a_daemon_that_never_comes_back_are_deleted(tmp_path: Pat
     )
     await agent.delete([b"own".hex().rjust(32, "0")])
     assert len(slot_files(tmp_path)) == 1
+
+
+async def test_an_eighth_of_the_shared_memory_stays_free(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "memory", 8) as memory, ExitStack() as stack:
+        agent = LocalHostAgent(str(memory / "slots"), str(tmp_path))
+        stack.callback(agent.end)
+        await agent.begin("history")
+        for size in (4 << 20, (7 << 19) + 4096):
+            with pytest.raises(RequestRefused) as refused:
+                await agent.make(["0" * 32, "1" * 32], size)
+            assert refused.value.code == "slots_full"
+        await agent.make(["0" * 32, "1" * 32], 3 << 20)
+        assert shutil.disk_usage(memory).free <= 2 << 20, "their memory is reserved"
+
+
+async def test_file_that_no_daemon_has_made_is_no_slot(tmp_path: Path) -> None:
+    agent = LocalHostAgent(str(tmp_path / "slots"), str(tmp_path))
+    await agent.begin("history")
+    [own] = await agent.make(["0" * 32], 4096)
+    planted = await asyncio.to_thread(plant, Path(own).parent, tmp_path / "victims")
+    agent.end()
+    assert list(await agent.begin("history")) == ["0" * 32]
+    for slot_id in planted:
+        with pytest.raises((OSError, RequestRefused)):
+            await agent.descriptors([slot_id])
+    agent.end()
+
+
+def plant(directory: Path, victims: Path) -> list[str]:
+    """Put into the directory of slots what is not a slot; returns the ids by which it would be one."""
+    victims.mkdir()
+    symbolic, hard, readable, pipe = (directory / f"{digit * 32}.slot" for digit in "1234")
+    for link, make in ((symbolic, symbolic.symlink_to), (hard, hard.hardlink_to)):
+        victim = victims / link.name
+        victim.touch(0o600)
+        make(victim)
+    readable.touch(0o644)
+    os.mkfifo(pipe, 0o600)
+    return [path.stem for path in (symbolic, hard, readable, pipe)]
