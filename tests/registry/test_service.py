@@ -331,6 +331,33 @@ async def test_checkpoint_that_is_not_catalogued_has_the_callers_lineage() -> No
         assert (view.artifact.checkpoint_id, view.lineage) == ("", claimed)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        Lineage(JOB, -1, 9, {}, {}),
+        Lineage(JOB, 9, 1 << 63, {}, {}),
+        Lineage(JOB, 9, 9, {"": 0.5}, {}),
+        Lineage(JOB, 9, 9, {}, {}, saved_at=-1.0),
+        Lineage("a job/", 9, 9, {}, {}),
+    ],
+    ids=str,
+)
+@on_virtual_time
+async def test_lineage_that_no_checkpoint_has_is_refused(wrong: Lineage) -> None:
+    async with registry() as one:
+        assert await refused(one.register(lineage=wrong))
+        assert not one.service.state.models
+
+
+@on_virtual_time
+async def test_artifact_has_no_more_files_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forged.registry.records.FILES_MAX", 2)
+    async with registry() as one:
+        files = [ArtifactFile(f"{number}", 1, CHECKSUM) for number in range(3)]
+        assert await refused(one.register(artifact=Artifact("/models/a", files=files))) == "model_argument_invalid"
+        await one.register(artifact=Artifact("/models/a", files=files[:2]))
+
+
 @pytest.mark.parametrize("state", [CheckpointState.CREATING, CheckpointState.CORRUPTED, CheckpointState.DELETED])
 @on_virtual_time
 async def test_checkpoint_that_is_not_complete_is_refused(state: CheckpointState) -> None:
@@ -588,7 +615,8 @@ async def test_latency_is_computed_from_samples_by_nearest_rank() -> None:
         assert (len(many.result.errors), len(many.result.errors[0]), many.result.errors[99]) == (100, 500, "98")
         assert len((await one.validate(errors=["\u00e9" * 500] * 50)).result.errors) == 6
         assert await refused(one.validate(environment={"a": "x" * 9_000})) == "model_too_large"
-        assert await refused(one.validate(environment={"a": "\x1b"})) == "model_argument_invalid"
+        for environment in ({"a": "\x1b"}, {"": "a"}, {f"{number}": "" for number in range(65)}):
+            assert await refused(one.validate(environment=environment)) == "model_argument_invalid"
 
 
 @on_virtual_time
@@ -908,6 +936,20 @@ async def test_alias_with_another_meaning_is_refused(alias: str) -> None:
     async with registry() as one:
         await one.register()
         assert await refused(one.ask(MoveAlias(MODEL, alias, V1))) == "model_argument_invalid"
+
+
+@on_virtual_time
+async def test_model_has_no_more_aliases_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forged.registry.book.lifecycle.ALIASES_MAX", 2)
+    async with registry() as one:
+        await one.register(V1)
+        await one.register(V2)
+        await one.ask(MoveAlias(MODEL, "a", V1))
+        await one.ask(MoveAlias(MODEL, "b", V1))
+        assert await refused(one.ask(MoveAlias(MODEL, "c", V1))) == "model_argument_invalid"
+        await one.ask(MoveAlias(MODEL, "b", V2))
+        await one.ask(MoveAlias(MODEL, "a", None))
+        await one.ask(MoveAlias(MODEL, "c", V1))
 
 
 @on_virtual_time
