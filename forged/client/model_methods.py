@@ -47,7 +47,6 @@ SERVING = "serving"
 NAN = float("nan")
 """A metric that was not measured."""
 NOT_PERMITTED = "forbidden"
-IMPORTED_AT_ONCE = 500
 
 Path = str | os.PathLike[str]
 
@@ -127,10 +126,10 @@ class ModelMethods(DaemonMethods):
         """
         from msgspec import msgpack
 
-        from forged.registry.messages import ImportedModels, ImportModels
+        from forged.registry.messages import IMPORTED_MAX, ImportedModels, ImportModels
 
         outcomes: list[list[str]] = [[], [], [], []]
-        for batch in in_batches(versions, msgpack.encode, IMPORTED_AT_ONCE):
+        for batch in in_batches(versions, msgpack.encode, IMPORTED_MAX):
             done = await self.request(ImportModels(batch, reason, dry_run))
             for outcome, more in zip(outcomes, (done.imported, done.known, done.refused, done.serving), strict=True):
                 outcome += more

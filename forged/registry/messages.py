@@ -21,6 +21,10 @@ SERVING = "serving"
 """The alias of the version that serves; only promotion and rollback move it."""
 LATEST = "latest"
 """The reference to the highest version; never an alias."""
+IMPORTED_MAX = 500
+"""So many versions an import has at most."""
+IMPORTED_ALIASES_MAX = 16
+"""Of one version of an import: each is several operations of a transaction."""
 
 # Values.
 

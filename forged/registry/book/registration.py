@@ -24,6 +24,8 @@ from forged.registry.book.model import ALIASES_MAX, Model
 from forged.registry.book.state import RegistryState, cost_of
 from forged.registry.errors import argument_invalid
 from forged.registry.messages import (
+    IMPORTED_ALIASES_MAX,
+    IMPORTED_MAX,
     SERVING,
     Artifact,
     ImportedModels,
@@ -57,9 +59,6 @@ from forged.registry.records import (
 )
 from forged.registry.versions import next_version
 
-IMPORTED_MAX = 500
-IMPORTED_ALIASES_MAX = 16
-"""Of one version: each is several operations of a transaction."""
 OPERATIONS_MAX = 40
 """Beyond so many operations an import begins its next decision."""
 REFUSED_CHARS_MAX = 300

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import msgspec
 
 from forged.errors import RequestRefused
-from forged.registry.messages import SERVING, Artifact, ImportedVersion
+from forged.registry.messages import IMPORTED_ALIASES_MAX, SERVING, Artifact, ImportedVersion
 from forged.registry.model import NUMBER_MAX, DeploymentState, ModelMetadata, ModelVersion
 from forged.registry.names import checked_alias
 from forged.registry.records import RECORD_BYTES_MAX, checked_artifact
@@ -33,7 +33,6 @@ DELETED_STAGE = "Deleted_Internal"
 PROMPT = {"mlflow.prompt.is_prompt": "true"}
 """A tag: MLflow keeps prompts beside models, and its own client does not list them as models."""
 READY = frozenset({"", "READY"})
-ALIASES_MAX = 16
 METRICS_MAX = 200
 """So many metrics of a run become tags; the others are counted in one."""
 
@@ -157,7 +156,7 @@ def _sorted_out(aliases: Iterable[str], *, is_serving: bool) -> tuple[list[str],
     others: list[str] = []
     for alias in sorted(aliases):
         if alias != SERVING or not is_serving:
-            is_taken = alias != SERVING and len(allowed) < ALIASES_MAX and _is_allowed(alias)
+            is_taken = alias != SERVING and len(allowed) < IMPORTED_ALIASES_MAX and _is_allowed(alias)
             (allowed if is_taken else others).append(alias)
     return allowed, others
 

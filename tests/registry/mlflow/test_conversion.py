@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 
 from forged.registry import DeploymentState, ModelVersion
-from forged.registry.messages import ImportedVersion
+from forged.registry.messages import IMPORTED_ALIASES_MAX, ImportedVersion
 from forged.registry.mlflow.conversion import (
-    ALIASES_MAX,
     METRICS_MAX,
     FoundModel,
     FoundRegistry,
@@ -114,7 +113,7 @@ def test_highest_version_in_production_serves_unless_another_one_there_has_the_a
 
 
 def test_aliases_beyond_the_limit_become_tags() -> None:
-    names = [f"alias-{number:02d}" for number in range(ALIASES_MAX + 1)]
+    names = [f"alias-{number:02d}" for number in range(IMPORTED_ALIASES_MAX + 1)]
     one = imported(version(), FoundModel("model", aliases=dict.fromkeys(names, "1")))
     assert (one.aliases, one.metadata.tags) == (names[:-1], {f"mlflow.alias.{names[-1]}": "1"})
 
