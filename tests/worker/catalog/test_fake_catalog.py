@@ -34,13 +34,13 @@ from forged.catalog.messages import (
 )
 from forged.catalog.model import CheckpointMeta, CheckpointState, CheckpointType
 from forged.checkpoint import Checkpoints, save
-from forged.checkpoint.ports import CataloguedCheckpoint, ObservedSave, Restored
+from forged.checkpoint.ports import CataloguedCheckpoint, ObservedSave, RestoreAdvice, Restored
 from forged.checkpoint.storage import listing
 from forged.checkpoint.storage.local import LocalStorage
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.messages import WorkerDraining, WorkerFailed, WorkerLeft
 from forged.elastic.model import WorkerId
-from forged.errors import Unavailable
+from forged.errors import RequestRefused, Unavailable
 from forged.kernel.messages import Nothing
 from forged.worker.catalog import worker_catalog
 from forged.worker.catalog.worker_catalog import WorkerCatalog
@@ -74,6 +74,8 @@ class FakeDaemon:
     delete: list[CollectedFiles] = field(default_factory=list)
     points: RestorePoints = field(default_factory=lambda: RestorePoints([], []))
     is_silent: bool = False
+    refuses_points: str = ""
+    """The code of the refusal of restore points."""
     job: str = "run"
     worker: WorkerId = field(default_factory=lambda: WorkerId("w", "host", 1))
     incarnation: bytes = b"i" * 16
@@ -90,6 +92,8 @@ class FakeDaemon:
                 return meta_of(f"id of {request.step}", request.step)
             case CompleteCheckpoint():
                 return CompletedCheckpoint(meta_of(request.checkpoint_id, 0), self.delete)
+            case FindRestorePoints() if self.refuses_points:
+                raise RequestRefused(self.refuses_points, "no restore points")
             case FindRestorePoints():
                 return self.points
         return Nothing()
@@ -274,6 +278,15 @@ async def test_run_resumes_without_a_catalogue_that_does_not_answer(
         assert await to_thread.run_sync(fixture.catalog.find_restore_points, "/folder") is None
     reasons = [fields["reason"] for fields in fixture.log.of("resuming without the checkpoint catalogue")]
     assert reasons == ["the worker is not connected", "no answer"]
+
+
+async def test_job_that_does_not_exist_yet_has_no_restore_points() -> None:
+    fixture = Fixture()
+    async with fixture.session():
+        fixture.daemon.refuses_points = "job_unknown"
+        assert await to_thread.run_sync(fixture.catalog.find_restore_points, "/folder") == RestoreAdvice([], {})
+        fixture.daemon.refuses_points = "not_permitted"
+        assert await to_thread.run_sync(fixture.catalog.find_restore_points, "/folder") is None
 
 
 async def test_call_on_a_blocked_event_loop_ends(monkeypatch: pytest.MonkeyPatch) -> None:
