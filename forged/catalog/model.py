@@ -17,7 +17,7 @@ import msgspec
 
 from forged.catalog.errors import argument_invalid
 from forged.errors import ConfigError, Problem
-from forged.numbers import as_finite, as_float, as_integer
+from forged.numbers import NumberChecks, as_float
 
 EPOCH_MAX = 2**32 - 1
 STEP_MAX = 2**64 - 1
@@ -29,6 +29,9 @@ METRICS_MAX = 1000
 UNLIMITED = 2**63 - 1
 """As `max_checkpoints_per_run`: no number of newer checkpoints makes one surplus."""
 HOLDERS_MAX = 1000
+
+_checks = NumberChecks(argument_invalid)
+checked_count, checked_time = _checks.count, _checks.time
 
 
 class CheckpointState(StrEnum):
@@ -183,22 +186,6 @@ def checked_request(request: CreateCheckpointRequest) -> CreateCheckpointRequest
         _checked_type(request.checkpoint_type),
         _checked_metrics(request.metrics),
     )
-
-
-def checked_count(name: str, value: Any, most: int) -> int:
-    """The value as an integer from 0 to `most`."""
-    number = as_integer(value)
-    if number is None or not 0 <= number <= most:
-        raise argument_invalid(name, value, f"an integer from 0 to {most}")
-    return number
-
-
-def checked_time(name: str, value: Any) -> float:
-    """The time as finite seconds: NaN has no place in an order."""
-    seconds = as_finite(value)
-    if seconds is None:
-        raise argument_invalid(name, value, "finite seconds")
-    return seconds
 
 
 def checked_path(path: Any) -> str:

@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 import msgspec
 
 from forged.memory.errors import argument_invalid
-from forged.numbers import as_finite, as_integer
+from forged.numbers import NumberChecks, as_integer
 
 ALIGNMENT_DEFAULT = 256
+
+checked_time = NumberChecks(argument_invalid).time
 
 
 class BlockStatus(StrEnum):
@@ -120,11 +122,3 @@ def checked_size(name: str, value: Any) -> int:
     if number is None or number < 0:
         raise argument_invalid(name, value, "an integer >= 0")
     return number
-
-
-def checked_time(name: str, value: Any) -> float:
-    """The time as finite seconds: NaN has no place in an order."""
-    seconds = as_finite(value)
-    if seconds is None:
-        raise argument_invalid(name, value, "finite seconds")
-    return seconds

@@ -14,13 +14,16 @@ from typing import Annotated, Any
 import msgspec
 from msgspec.structs import force_setattr, replace
 
-from forged.numbers import as_finite, as_float, as_integer
+from forged.numbers import NumberChecks, as_float
 from forged.registry.errors import argument_invalid
 
 NUMBER_MAX = 2**32 - 1
 SIZE_MAX = 2**64 - 1
 
 Number = Annotated[int, msgspec.Meta(ge=0, le=NUMBER_MAX)]
+
+_checks = NumberChecks(argument_invalid)
+_checked_count, checked_time = _checks.count, _checks.time
 
 
 class ModelVersion(msgspec.Struct, frozen=True, order=True, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -178,14 +181,6 @@ def checked_number(name: str, value: Any) -> float:
     return number
 
 
-def checked_time(name: str, value: Any) -> float:
-    """The time as finite seconds: NaN has no place in an order."""
-    seconds = as_finite(value)
-    if seconds is None:
-        raise argument_invalid(name, value, "finite seconds")
-    return seconds
-
-
 def _checked_text(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise argument_invalid(name, value, "a text")
@@ -194,14 +189,6 @@ def _checked_text(name: str, value: Any) -> str:
 
 def _checked_shape(name: str, shape: Sequence[Any]) -> tuple[int, ...]:
     return tuple(_checked_count(name, size, SIZE_MAX) for size in shape)
-
-
-def _checked_count(name: str, value: Any, most: int) -> int:
-    """The value as an integer from 0 to `most`."""
-    number = as_integer(value)
-    if number is None or not 0 <= number <= most:
-        raise argument_invalid(name, value, f"an integer from 0 to {most}")
-    return number
 
 
 def _texts(name: str, values: Sequence[str]) -> tuple[str, ...]:
