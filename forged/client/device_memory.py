@@ -143,6 +143,8 @@ class DeviceMemory:
         held = self._blocks.get(name)
         if held is not None:
             status = STATUS_AFTER.get(change, held.block.status)
+            if change == "use" and held.block.status is BlockStatus.PINNED:
+                status = BlockStatus.PINNED
             block = replace(held.block, status=status, last_accessed=self._clock.wall())
             self._blocks[name] = replace(held, block=block, content=held.content if content is None else content)
 
@@ -170,11 +172,16 @@ class DeviceMemory:
 
     def _enter(self, wanted: Wanted, reply: Allocated) -> None:
         known = self._blocks.get(wanted.name)
-        if reply.handle is None or (known is not None and known.handle == reply.handle):
+        if reply.handle is None:
             return
+        if known is not None and (known.handle, known.block.offset) == (reply.handle, reply.offset):
+            return
+        if known is not None and reply.handle.version <= known.handle.version:
+            # It has not moved: the one that was known has given way.
+            self._forget(wanted.name)
         request, now = wanted.request, self._clock.wall()
         status = (
-            BlockStatus.CACHED if wanted.cached else BlockStatus.PINNED if request.pinned else BlockStatus.ALLOCATED
+            BlockStatus.PINNED if request.pinned else BlockStatus.CACHED if wanted.cached else BlockStatus.ALLOCATED
         )
         block_id = f"{self._worker[1]}:{wanted.name}"
         block = MemoryBlock(

@@ -193,6 +193,33 @@ async def test_memory_closes_after_its_client(runner: DaemonRunner, client: Forg
     assert set(await held(client)) == {"a"}
 
 
+async def test_pinned_block_is_known_as_pinned(client: ForgedClient) -> None:
+    async with memory_of(client) as memory:
+        request = AllocationRequest("tensor", SIZE, pinned=True)
+        await memory.allocate(Wanted("a", request, cached=True), Wanted("b", request))
+        await memory.change("use", "b")
+        assert places(dict(memory.blocks)) == places(await held(client))
+        assert {one.block.status for one in memory.blocks.values()} == {BlockStatus.PINNED}
+
+
+async def test_block_that_gave_way_without_a_fact_is_known_at_its_new_place(
+    client: ForgedClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forged.memory.service.FACTS_PER_S", 1e-9)
+    monkeypatch.setattr("forged.memory.service.FACTS_BURST", 0.0)
+    other = JOB, "w1", INCARNATIONS["w1"], GPU
+    told: list[str] = []
+    async with memory_of(client, evicted=lambda block: told.append(block.handle.name)) as memory:
+        await memory.allocate(wanted("a", cached=True))
+        (large,) = await client.allocate_memory(*other, [wanted("large", BLOCKS)])
+        assert large.handle is not None
+        await client.free_memory(*other, [large.handle])
+        await client.allocate_memory(*other, [wanted("theirs")])
+        (reply,) = await memory.allocate(wanted("a", cached=True))
+        assert memory.blocks["a"].block.offset == reply.offset == SIZE
+        assert told == ["a"]
+
+
 async def test_device_of_a_worker_that_is_not_registered_is_refused(client: ForgedClient) -> None:
     memory = DeviceMemory(client, JOB, "none", INCARNATIONS["w0"], DEVICE)
     with pytest.raises(RequestRefused, match="not registered"):
