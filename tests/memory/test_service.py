@@ -532,12 +532,19 @@ async def test_owners_commit_the_moves_of_a_plan() -> None:
         await refused("memory_plan_unknown", memory.commit(plan.epoch - 1, 0))
         handle = await memory.commit(plan.epoch, 0)
         assert handle == Handle(move.handle.name, move.handle.version + 1)
+        # A client repeats a request whose answer it has not got.
+        assert await memory.commit(plan.epoch, 0) == handle
+        await refused("memory_plan_unknown", memory.commit(plan.epoch, 0, worker="w1"))
         await refused("memory_handle_stale", memory.free(move.handle))
         assert await memory.facts(CompactionPlanned) == [
             CompactionPlanned(GPU, plan.epoch, 1, 8 * KIB, 16 * KIB, "asked for")
         ]
         assert await memory.facts(CompactionEnded) == [CompactionEnded(GPU, plan.epoch, 1, 0)]
         assert (await memory.view()).stats.largest_free_block >= 16 * KIB
+        await memory.free(handle)
+        await refused("memory_plan_unknown", memory.commit(plan.epoch, 0))
+        await memory.take(handle.name, KIB)
+        await refused("memory_plan_unknown", memory.commit(plan.epoch, 0))
 
 
 @on_virtual_time
@@ -697,6 +704,19 @@ async def test_what_others_may_have_used_meanwhile_cannot_be_asserted_late() -> 
         error = await refused("memory_assertion_refused", memory.assert_blocks(*held))
         assert "b: " in error.message
         assert await memory.names() == ["w0:a"]
+
+
+@on_virtual_time
+async def test_no_block_is_older_than_the_process_that_has_the_device() -> None:
+    async with memory_daemon() as memory:
+        await memory.register()
+        await memory.take("a", KIB, worker="w1")
+        (held,) = await memory.blocks()
+    # The daemon is not there when another process takes the name of w0.
+    async with memory_daemon(at_start=("w1",)) as memory:
+        assert not (await memory.register()).is_asserting
+        await refused("memory_assertion_refused", memory.assert_blocks(held, worker="w1"))
+        await memory.take("new", KIB)
 
 
 @on_virtual_time

@@ -2,6 +2,7 @@
 
 Invariants:
 - A device has at most one open plan.
+- A commit that is repeated has the same answer, until the next plan.
 - No move overlaps its own source, so that a block stays valid where it was until its move is committed.
 """
 
@@ -99,8 +100,11 @@ class Compactions:
                 of = core.get(move.block_id).owner
                 if of != owner.worker_id:
                     raise refusals.owner_differs(request.number, of)
+        again = _committed(device, request, owner)
+        if again is not None:
+            return again
         block = core.commit_move(request.epoch, request.number)
-        device.committed += 1
+        device.committed[request.number] = block.block_id, block.version
         self._table.changed(device, now)
         return block
 
@@ -117,10 +121,17 @@ class Compactions:
         plan = device.core.open_plan(plan)
         device.plan_epoch = plan.epoch
         device.plan_until = now.monotonic + PLAN_S
-        device.committed = 0
+        device.committed = {}
         fact = CompactionPlanned(device.name, plan.epoch, len(plan.moves), plan.bytes, plan.opens, reason)
         self._table.facts.append((device.owner.job, fact))
         return plan
+
+
+def _committed(device: Device, request: CommitMove, owner: Owner) -> Block | None:
+    """The block of a move that is committed already: its owner has not got the answer, and asks again."""
+    block_id, version = device.committed.get(request.number, ("", 0))
+    block = device.core.find(block_id) if request.epoch == device.plan_epoch else None
+    return block if block is not None and (block.owner, block.version) == (owner.worker_id, version) else None
 
 
 def _planned(device: Device, request: PlanCompaction) -> MovePlan | None:

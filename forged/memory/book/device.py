@@ -80,8 +80,8 @@ class Device:
     plan_epoch: int = 0
     plan_for: Attempt | None = None
     """The request that the open compaction plan makes room for."""
-    committed: int = 0
-    """Moves of the open plan."""
+    committed: dict[int, tuple[str, int]] = field(default_factory=dict)
+    """The moves of the last plan that are committed, by number: the id and the version of each block."""
     next_plan_at: float = 0.0
     is_search_due: bool = False
     """Whether cached blocks have not been searched for a request that waits, for want of time."""

@@ -190,10 +190,9 @@ class DeviceTable:
     def note_plan_end(self, device: Device, expired: int = 0) -> None:
         """Tell that the open plan has ended, once; also when its last block was freed."""
         if device.plan_until and device.core.plan is None:
-            fact = CompactionEnded(device.name, device.plan_epoch, device.committed, expired)
+            fact = CompactionEnded(device.name, device.plan_epoch, len(device.committed), expired)
             self.facts.append((device.owner.job, fact))
             device.plan_until = 0.0
-            device.committed = 0
 
     # Blocks.
 
@@ -222,15 +221,19 @@ class DeviceTable:
     def may_assert(self, device: Device, owner: Owner) -> bool:
         """Whether the worker may hold blocks that the daemon has forgotten.
 
-        It is older, and has not asserted yet; and nothing was allocated meanwhile, perhaps where its blocks are.
+        Both it and the owner of the device are older, and it has not asserted yet; and nothing was allocated
+        meanwhile, perhaps where its blocks are.
         """
-        is_older = owner.key in self._at_start.get(owner.job, ())
+        at_start = self._at_start.get(owner.job, set())
+        is_older = owner.key in at_start and device.owner.key in at_start
         return is_older and owner.key not in device.asserted and not device.has_allocated
 
     def _is_awaiting(self, device: Device) -> bool:
         """Whether the device's owner, or a worker that has asserted on no device of its own, may assert blocks here."""
-        unsettled = self._unsettled.get(device.owner.job, set())
-        return self.may_assert(device, device.owner) or not unsettled <= device.asserted
+        job, owner = device.owner.job, device.owner
+        if owner.key not in self._at_start.get(job, ()):
+            return False
+        return self.may_assert(device, owner) or not self._unsettled.get(job, set()) <= device.asserted
 
     def asserted(self, device: Device, owner: Owner, now: Moment) -> None:
         """The worker has asserted all of its blocks on the device; on one of its own: on those of other workers too."""
