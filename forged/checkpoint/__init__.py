@@ -16,7 +16,6 @@ from forged.checkpoint.checkpoint import (
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.export.conversion import ConversionOptions, Converted, convert
 from forged.checkpoint.format.manifest import Manifest as CheckpointMetadata
-from forged.checkpoint.format.tree import LeafType
 from forged.checkpoint.loading.lazy_view import CheckpointView, view
 from forged.checkpoint.model import (
     CheckpointFormat,
@@ -48,6 +47,7 @@ from forged.checkpoint.verification.validator import (
     ValidationResult,
     verify,
 )
+from forged.leaf_types import LeafType
 from forged.retry import RetryPolicy
 
 __all__ = [

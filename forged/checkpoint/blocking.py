@@ -18,7 +18,6 @@ import anyio
 from forged.blocking.facade import BlockingFacade, blocking
 from forged.checkpoint.checkpoint import DistributedCheckpoint, agreed, require_same_save
 from forged.checkpoint.errors import ExceptionType
-from forged.checkpoint.format.tree import LeafType
 from forged.checkpoint.loading.loader import Loaded, load_state, require_small
 from forged.checkpoint.model import (
     CHAIN_MAX,
@@ -38,6 +37,7 @@ from forged.checkpoint.storage.fault_handler import FaultToleranceHandler
 from forged.checkpoint.storage.listing import read_manifest
 from forged.checkpoint.storage.locations import storage_at
 from forged.checkpoint.thread_calls import WAKE_INTERVAL_S, drive, run_read
+from forged.leaf_types import LeafType
 from forged.logger_adapter import SCRIPT_LOG
 
 R = TypeVar("R")

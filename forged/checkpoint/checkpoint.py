@@ -21,7 +21,7 @@ import numpy as np
 from forged.checkpoint import rng
 from forged.checkpoint.errors import CheckpointException, ExceptionType, invalid
 from forged.checkpoint.format.manifest import Manifest, ManifestFence
-from forged.checkpoint.format.tree import INTEGER_MAX, LeafType
+from forged.checkpoint.format.tree import INTEGER_MAX
 from forged.checkpoint.loading.loader import OPTIMIZER, RNG, Loaded, load_state, require_small
 from forged.checkpoint.model import (
     DEFAULT_TIMEOUT_S,
@@ -33,6 +33,7 @@ from forged.checkpoint.model import (
     WhenBusy,
     check_prefix,
     check_timeout,
+    is_stateful,
 )
 from forged.checkpoint.ports import CancelToken, ObservedSave, SaveObserver, Storage, bounded
 from forged.checkpoint.rank_group import RankGroup, SingleProcess, as_coordinator
@@ -43,6 +44,7 @@ from forged.checkpoint.saving.pipeline import SaveContext, Saver
 from forged.checkpoint.saving.publication import EXISTS
 from forged.checkpoint.saving.rank_save import RankSave, RunInfo
 from forged.checkpoint.saving.save_report import SaveReport
+from forged.checkpoint.stateful import ScriptState, values_of
 from forged.checkpoint.storage import listing
 from forged.checkpoint.storage.ancestry import AncestryCache
 from forged.checkpoint.storage.fault_handler import FaultToleranceHandler
@@ -55,6 +57,7 @@ from forged.checkpoint.verification.validator import (
     CompatibilityChecker,
     IntegrityChecker,
 )
+from forged.leaf_types import LeafType
 from forged.logger_adapter import as_log
 from forged.retry import RetryPolicy
 
@@ -471,6 +474,8 @@ def _count(value: Any) -> int | None:
 
 def _state_of(given: Any, name: str) -> Any:
     """The state of a `Stateful` object, or the given dict, list or tuple itself."""
+    if is_stateful(given) and not isinstance(given, ScriptState):
+        return values_of(given)
     if callable(getattr(given, "state_dict", None)):
         return given.state_dict()
     if isinstance(given, Mapping | list | tuple):

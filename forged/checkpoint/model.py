@@ -16,6 +16,7 @@ import numpy as np
 
 from forged.checkpoint.errors import invalid
 from forged.checkpoint.format.boxes import Box, Shape, whole
+from forged.leaf_types import PerRank as PerRank
 
 DEFAULT_TIMEOUT_S = 600.0
 COPIES_MAX = 8
@@ -118,10 +119,11 @@ class ShardedArray:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PerRank:
-    """A value of one rank: never deduplicated, and loaded by the same rank."""
+class ObjectState:
+    """What an object with `state_dict` returned. A load may give the object more than that."""
 
     value: Any
+    owner: Any
 
 
 @dataclass(frozen=True, slots=True, init=False)

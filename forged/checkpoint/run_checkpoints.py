@@ -20,7 +20,6 @@ from forged.catalog.cadence import CadencePolicy
 from forged.checkpoint import rng
 from forged.checkpoint.checkpoint import DistributedCheckpoint
 from forged.checkpoint.errors import invalid
-from forged.checkpoint.format.tree import LeafType
 from forged.checkpoint.model import (
     CHAIN_MAX,
     DEFAULT_TIMEOUT_S,
@@ -42,6 +41,7 @@ from forged.checkpoint.storage import listing
 from forged.checkpoint.storage.fault_handler import FaultToleranceHandler
 from forged.checkpoint.storage.locations import root_at
 from forged.checkpoint.thread_calls import run_in_thread
+from forged.leaf_types import LeafType
 from forged.logger_adapter import SCRIPT_LOG, as_log
 
 

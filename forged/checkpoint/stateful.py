@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
-from forged.checkpoint.model import PerRank, is_stateful
+from forged.checkpoint.model import ObjectState, PerRank, is_stateful
 
 
 class ScriptState:
@@ -31,7 +31,7 @@ class ScriptState:
 def values_of(state: Any) -> Any:
     """The state, with what its objects with `state_dict` return in their place."""
     if is_stateful(state):
-        return state.state_dict()
+        return ObjectState(state.state_dict(), state)
     if isinstance(state, PerRank):
         return PerRank(values_of(state.value))
     if isinstance(state, Mapping):

@@ -12,10 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from forged.torch.state import State
+    from forged.torch.tensors import array_of, tensor_of
 
-__all__ = ["State"]
+__all__ = ["State", "array_of", "tensor_of"]
 
-_MODULES = {"State": "forged.torch.state"}
+_MODULES = {
+    "State": "forged.torch.state",
+    "array_of": "forged.torch.tensors",
+    "tensor_of": "forged.torch.tensors",
+}
 """By public name, the module that defines it; imported on demand, so that each user imports what it uses only."""
 
 

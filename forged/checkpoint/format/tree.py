@@ -11,7 +11,6 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +18,8 @@ import numpy as np
 from forged.checkpoint.errors import CheckpointException, corrupted, invalid
 from forged.checkpoint.format.boxes import Box, Shape, whole
 from forged.checkpoint.format.dtypes import dtype_of, name_of
-from forged.checkpoint.model import AXES_MAX, PerRank, ShardedArray, is_stateful
+from forged.checkpoint.model import AXES_MAX, ObjectState, PerRank, ShardedArray, is_stateful
+from forged.leaf_types import Keys, LeafRefused, LeafType, leaf_type_for
 
 DEPTH_MAX = 100
 NAME_CHARS_MAX = 1_000
@@ -48,17 +48,6 @@ class Leaf(NamedTuple):
     def box(self) -> Box:
         """The box of the global array that it holds."""
         return whole(self.global_shape) if self.sharded_box is None else self.sharded_box
-
-
-@dataclass(frozen=True, slots=True)
-class LeafType:
-    """How arrays of another library are saved and restored."""
-
-    accepts: Callable[[Any], bool]
-    to_array: Callable[[Any], np.ndarray[Any, Any] | ShardedArray]
-    """Should return the array itself rather than a copy, so that it can be loaded into."""
-    from_array: Callable[[np.ndarray[Any, Any] | ShardedArray, Any], Any]
-    """The value for a loaded array; the second argument is the value that the given state has there, or None."""
 
 
 def flatten(state: Any, leaf_types: Sequence[LeafType] = ()) -> tuple[Node, list[Leaf]]:
@@ -157,9 +146,10 @@ class _Flattening:
             return self._container(value, path, depth + 1, is_per_rank=is_per_rank)
         if isinstance(value, ShardedArray):
             return self._sharded(value, path, is_per_rank)
-        for leaf_type in self._leaf_types:
-            if leaf_type.accepts(value):
-                return self.node(leaf_type.to_array(value), path, depth, is_per_rank=is_per_rank)
+        if isinstance(value, ObjectState):
+            return self.node(value.value, path, depth, is_per_rank=is_per_rank)
+        if (leaf_type := leaf_type_for(value, self._leaf_types)) is not None:
+            return self.node(array_of(leaf_type, value, path), path, depth, is_per_rank=is_per_rank)
         if depth < DEPTH_MAX and is_stateful(value):
             return self.node(value.state_dict(), path, depth + 1, is_per_rank=is_per_rank)
         return _plain(value, path)
@@ -198,11 +188,10 @@ class _Flattening:
         return self._leaf(array, array.shape, path, is_per_rank, None)
 
     def _sharded(self, value: ShardedArray, path: str, is_per_rank: bool) -> Node:
-        for leaf_type in self._leaf_types:
-            if leaf_type.accepts(value.local):
-                converted = leaf_type.to_array(value.local)
-                if isinstance(converted, np.ndarray):
-                    value = ShardedArray(converted, value.global_shape, value.offset)
+        if (leaf_type := leaf_type_for(value.local, self._leaf_types)) is not None:
+            converted = array_of(leaf_type, value.local, path)
+            if isinstance(converted, np.ndarray):
+                value = ShardedArray(converted, value.global_shape, value.offset)
         if not isinstance(value.local, np.ndarray):
             raise invalid(
                 f"{_path_shown(path)} is a ShardedArray of {type(value.local).__name__}", "give a numpy array"
@@ -222,6 +211,19 @@ class _Flattening:
             array = _plain_array(array, path)
         self.leaves.append(Leaf(path, array, shape, is_per_rank, part))
         return len(self.leaves) - 1
+
+
+def array_of(leaf_type: LeafType, value: Any, path: str) -> Any:
+    """The array of a leaf, or the part of one."""
+    try:
+        return leaf_type.to_array(value)
+    except LeafRefused as error:
+        raise invalid(f"{_path_shown(path)} {error.what}", error.fix, code="checkpoint_value_unsupported") from error
+
+
+def keys_of(name: str) -> Keys:
+    """The keys and positions that lead to the value of a name."""
+    return tuple(int(part[1:]) if part.startswith("#") else unescape_key(part) for part in name.split("/") if name)
 
 
 def child_name(path: str, key: int | str) -> str:

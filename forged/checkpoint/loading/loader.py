@@ -20,7 +20,7 @@ from typing import Any
 from forged.checkpoint.errors import CheckpointException, ExceptionType, invalid
 from forged.checkpoint.format.boxes import Box
 from forged.checkpoint.format.manifest import Manifest
-from forged.checkpoint.format.tree import LeafType, Node, tensor_numbers, unflatten
+from forged.checkpoint.format.tree import Node, tensor_numbers, unflatten
 from forged.checkpoint.loading.fetching import READER_THREADS, Array, Fetched, fetch, is_storage_failure
 from forged.checkpoint.loading.manifest_index import Index
 from forged.checkpoint.loading.matching import Matching, resolve_pending
@@ -37,6 +37,7 @@ from forged.checkpoint.loading.resharding import (
 from forged.checkpoint.model import CompressionLevel, LoadOptions, RepairedChunk, ReshardingStrategy, ShardedArray
 from forged.checkpoint.ports import CancelToken, Storage, WouldBlock, bounded
 from forged.checkpoint.storage.listing import hold_files, read_manifest
+from forged.leaf_types import LeafType
 
 OPTIMIZER = "optimizer"
 RNG = "rng"

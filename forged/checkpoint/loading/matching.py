@@ -9,7 +9,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,9 +17,10 @@ from forged.checkpoint.errors import invalid
 from forged.checkpoint.format.boxes import Box, whole
 from forged.checkpoint.format.dtypes import dtype_of
 from forged.checkpoint.format.manifest import Tensors
-from forged.checkpoint.format.tree import LeafType, Node, child_name, tensor_numbers, unflatten
+from forged.checkpoint.format.tree import Node, array_of, child_name, keys_of, tensor_numbers, unflatten
 from forged.checkpoint.loading.resharding import ABSENT
-from forged.checkpoint.model import PerRank, ShardedArray
+from forged.checkpoint.model import ObjectState, PerRank, ShardedArray
+from forged.leaf_types import LeafType, leaf_type_for, package_in, provider_of
 
 Array = np.ndarray[Any, Any]
 
@@ -37,6 +38,19 @@ class PendingLeaf:
     def value(self) -> Any:
         """The converted leaf."""
         return self._leaf_type.from_array(self.array, self._value)
+
+
+class _Owner(NamedTuple):
+    """The object whose state is matched."""
+
+    value: Any
+    package: str
+    """The package of its leaves."""
+    path: str
+
+    def keys_of(self, name: str) -> tuple[Any, ...]:
+        """The keys that lead to a value in the object's state."""
+        return keys_of(name)[len(keys_of(self.path)) :]
 
 
 class Matching:
@@ -65,11 +79,15 @@ class Matching:
         self._is_selected = is_selected
         self._other_trees = other_trees
         self._nodes_of_other_trees: dict[str, Node] | None = None
+        self._owner: _Owner | None = None
+        """The object of a package with leaf types whose state is matched, if it is one's."""
 
     def match(self, node: Node, current: Any, path: str = "") -> Any:
         """The state for a node, with the arrays of the current state where they match."""
         if isinstance(current, PerRank):
             return self.match(node, current.value, path)
+        if isinstance(current, ObjectState):
+            return self._object(node, current, path)
         if type(node) is int:
             return self._tensor(node, current)
         ((kind, value),) = node.items()
@@ -85,6 +103,15 @@ class Matching:
                 return found if kind == "l" else tuple(found)
             case _:
                 return self._of_another_kind(node, current, path)
+
+    def _object(self, node: Node, current: ObjectState, path: str) -> Any:
+        """The state for an object."""
+        outer, package = self._owner, package_in(current.owner, current.value)
+        self._owner = None if package is None else _Owner(current.owner, package, path)
+        try:
+            return self.match(node, current.value, path)
+        finally:
+            self._owner = outer
 
     def drop_mismatches(self) -> None:
         """Drop pairs that are not selected or differ; refuse arrays that cannot be written."""
@@ -126,7 +153,8 @@ class Matching:
         found: dict[Any, Any] = {}
         for key, node in items:
             if key not in current:
-                self._not_in_state(found, key, node)
+                blanks = self._blanks(node) if self._is_open(current) else None
+                self._not_in_state(found, key, node, blanks)
                 continue
             value = current[key]
             if type(node) is int and type(value) is np.ndarray:
@@ -137,9 +165,38 @@ class Matching:
                 found[key] = self.match(node, value, child_name(path, key))
         if not current.keys() <= found.keys():
             for key, value in current.items():
-                if key not in found:
+                if key not in found and not self._is_superfluous(key, path):
                     found[key] = self._not_in_tree(value, child_name(path, key))
         return found
+
+    def _is_open(self, current: Mapping[Any, Any]) -> bool:
+        """Whether the object whose state it is may get entries that this dict lacks.
+
+        An optimizer has a dict of entries by the number of the parameter, each from the first step that changes it.
+        """
+        return self._owner is not None and (any(map(self._is_entry, current)) or not any(self._arrays_in(current, "")))
+
+    def _is_entry(self, key: Any) -> bool:
+        return self._owner is not None and type(key) is int
+
+    def _is_superfluous(self, key: Any, path: str) -> bool:
+        """Whether an entry of the object was not there yet when it was saved, so that it is to go."""
+        return self._is_entry(key) and self._node_of_other_tree(child_name(path, key)) is ABSENT
+
+    def _blanks(self, node: Node) -> dict[int, Any] | None:
+        """By tensor, a new value to load it into; None if the object takes none."""
+        assert self._owner is not None
+        owner, tensors, blanks = self._owner, self._tensors, dict[int, Any]()
+        for number in tensor_numbers(node):
+            name, dtype = tensors.names[number], dtype_of(tensors.dtypes[number])
+            if self._is_selected is not None and not self._is_selected(name):
+                return None
+            keys = owner.keys_of(name)
+            blank = provider_of(owner.package).blank_for(owner.value, keys, dtype, tensors.shapes[number])
+            if blank is None:
+                return None
+            blanks[number] = blank
+        return blanks
 
     def _list(self, nodes: Sequence[Node], current: Sequence[Any], path: str) -> list[Any]:
         found = [
@@ -148,19 +205,19 @@ class Matching:
         ]
         for node in nodes[len(current) :]:
             rest: dict[int, Any] = {}
-            self._not_in_state(rest, 0, node)
+            self._not_in_state(rest, 0, node, None)
             found += rest.values()
         for place, value in enumerate(current[len(nodes) :], len(nodes)):
             found.append(self._not_in_tree(value, child_name(path, place)))
         return found
 
-    def _not_in_state(self, found: dict[Any, Any], key: Any, node: Node) -> None:
-        """The state lacks this key: take values from the checkpoint; report tensors as unexpected."""
+    def _not_in_state(self, found: dict[Any, Any], key: Any, node: Node, blanks: Mapping[int, Any] | None) -> None:
+        """The state lacks this key: take values from the checkpoint; report tensors without a blank as unexpected."""
         numbers = list(tensor_numbers(node))
-        if numbers:
+        if numbers and blanks is None:
             self.unexpected += numbers
         else:
-            found[key] = unflatten(node, _no_tensor)
+            found[key] = unflatten(node, lambda number: self._tensor(number, (blanks or {})[number]))
 
     def _of_another_kind(self, node: Node, current: Any, path: str) -> Any:
         """The checkpoint has another kind of value here than the state."""
@@ -172,17 +229,20 @@ class Matching:
 
     def _not_in_tree(self, current: Any, path: str) -> Any:
         """This rank's tree lacks this key: another rank's tree may have it."""
-        if self._nodes_of_other_trees is None:
-            self._nodes_of_other_trees = {}
-            for tree in self._other_trees():
-                _collect_nodes(tree, "", self._nodes_of_other_trees)
-        node = self._nodes_of_other_trees.get(path, ABSENT)
+        node = self._node_of_other_tree(path)
         if node is not ABSENT:
             return self.match(node, current, path)
         if isinstance(current, PerRank):
             return self._not_in_tree(current.value, path)
         self.missing += self._arrays_in(current, path)
         return current
+
+    def _node_of_other_tree(self, path: str) -> Node:
+        if self._nodes_of_other_trees is None:
+            self._nodes_of_other_trees = {}
+            for tree in self._other_trees():
+                _collect_nodes(tree, "", self._nodes_of_other_trees)
+        return self._nodes_of_other_trees.get(path, ABSENT)
 
     def _arrays_in(self, current: Any, path: str) -> Iterator[str]:
         """The names of the arrays in a part of the state."""
@@ -195,9 +255,9 @@ class Matching:
             case list() | tuple():
                 for place, value in enumerate(current):
                     yield from self._arrays_in(value, child_name(path, place))
-            case PerRank():
+            case PerRank() | ObjectState():
                 yield from self._arrays_in(current.value, path)
-            case _ if any(leaf_type.accepts(current) for leaf_type in self._leaf_types):
+            case _ if leaf_type_for(current, self._leaf_types) is not None:
                 yield path
 
     def _tensor(self, number: int, current: Any) -> Any:
@@ -208,26 +268,23 @@ class Matching:
                 return current
             case ShardedArray():
                 return self._sharded(number, current)
-        for leaf_type in self._leaf_types:
-            if leaf_type.accepts(current):
-                value = leaf_type.to_array(current)
-                if isinstance(value, ShardedArray):
-                    self._sharded(number, value)
-                else:
-                    self._pair(number, value)
-                self.has_pending = True
-                return PendingLeaf(leaf_type, value, current)
+        if (leaf_type := leaf_type_for(current, self._leaf_types)) is not None:
+            value = array_of(leaf_type, current, self._tensors.names[number])
+            if isinstance(value, ShardedArray):
+                self._sharded(number, value)
+            else:
+                self._pair(number, value)
+            self.has_pending = True
+            return PendingLeaf(leaf_type, value, current)
         self.unexpected.append(number)
         return current
 
     def _sharded(self, number: int, current: ShardedArray) -> Any:
         local, result = current.local, current
-        for leaf_type in self._leaf_types:
-            if leaf_type.accepts(current.local):
-                local = leaf_type.to_array(current.local)
-                self.has_pending = True
-                result = PendingLeaf(_for_shard(leaf_type, current), local, current.local)  # type: ignore[assignment]
-                break
+        if (leaf_type := leaf_type_for(current.local, self._leaf_types)) is not None:
+            local = array_of(leaf_type, current.local, self._tensors.names[number])
+            self.has_pending = True
+            result = PendingLeaf(_for_shard(leaf_type, current), local, current.local)  # type: ignore[assignment]
         if current.global_shape != self._tensors.shapes[number]:
             self._add_mismatch(number, f"of shape {self._tensors.shapes[number]}", f"of shape {current.global_shape}")
             return current

@@ -33,7 +33,7 @@ from forged.checkpoint.format.manifest import (
 )
 from forged.checkpoint.format.slot import SlotFrame
 from forged.checkpoint.format.states import States
-from forged.checkpoint.format.tree import Leaf, LeafType, Node, flatten
+from forged.checkpoint.format.tree import Leaf, Node, flatten
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel, SaveOptions
 from forged.checkpoint.ports import CancelToken, Storage, bounded
 from forged.checkpoint.rank_group import OutcomeUnknown, RankGroup
@@ -69,6 +69,7 @@ from forged.checkpoint.saving.publication import outcome_unknown, publish_manife
 from forged.checkpoint.saving.rank_save import RankSave, RunInfo
 from forged.checkpoint.storage import listing
 from forged.checkpoint.thread_calls import StorageUnresponsive, finish_in_thread, run_in_thread
+from forged.leaf_types import LeafType
 from forged.log import SILENT, Log
 
 METRICS = "metrics"

@@ -158,7 +158,7 @@ def _view(value: Value) -> Array:
 def dtype_named(name: str) -> np.dtype[Any]:
     """The dtype that another worker has named; only types of numbers and texts are accepted."""
     try:
-        dtype = np.dtype(name)
+        dtype = _dtype(name)
     except Exception as error:  # numpy parses the name, and raises various errors
         raise PeerError(
             "dtype_unknown", f"dtype {name[:80]!r} is unknown here", "import the package that defines it"
@@ -166,6 +166,16 @@ def dtype_named(name: str) -> np.dtype[Any]:
     if not travels(dtype) or dtype.subdtype is not None:
         raise PeerError("value_invalid", f"arrays of {dtype} are not accepted, only numbers and texts")
     return dtype
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    try:
+        return np.dtype(name)
+    except TypeError:
+        # It registers its types, such as bfloat16, with numpy.
+        import ml_dtypes  # noqa: F401
+
+        return np.dtype(name)
 
 
 def travels(dtype: np.dtype[Any]) -> bool:
@@ -190,8 +200,12 @@ def _mean_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 def name_of(dtype: np.dtype[Any]) -> str:
     """The name under which a type is sent."""
+    try:
+        is_short_form_enough = np.dtype(dtype.str) == dtype
+    except TypeError:
+        is_short_form_enough = False
     # The short form of a type from another package names only its size.
-    return dtype.str if np.dtype(dtype.str) == dtype else dtype.name
+    return dtype.str if is_short_form_enough else dtype.name
 
 
 def _checked(data: memoryview) -> memoryview:

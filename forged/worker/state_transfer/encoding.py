@@ -5,6 +5,7 @@ Invariants:
 - Arrays and long `bytes` are not copied into a message: the head describes them, and their memory is sent and received
   in place.
 - A state that cannot be transferred is refused when it is packed, with the path of the value. Nothing is unpickled.
+- Leaves that share all of their memory are sent once, and share it where they arrive.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ import numpy as np
 import numpy.typing as npt
 
 from forged.errors import PeerError, RequestRefused, Unavailable
+from forged.leaf_types import Keys, LeafRefused, PerRank, leaf_type_for, package_of, provider_of
 from forged.worker.collectives.arrays import dtype_named, name_of, travels
 from forged.worker.transport.peer_messages import HEAD_BYTES_MAX, PARTS_MAX
 
 Array = npt.NDArray[Any]
 
-ARRAY, SCALAR, BYTES, TUPLE, LIST, DICT, PLAIN = "a", "s", "b", "t", "l", "d", "p"
+ARRAY, SCALAR, BYTES, TUPLE, LIST, DICT, PLAIN, LEAF = "a", "s", "b", "t", "l", "d", "p", "x"
 DEPTH_MAX = 64
 BYTES_IN_HEAD_MAX = 4096
 """Longer `bytes` are sent as parts, like arrays."""
@@ -47,6 +49,16 @@ class ArraySpec(msgspec.Struct, frozen=True, array_like=True):
     shape: tuple[int, ...]
 
 
+class LeafSpec(msgspec.Struct, frozen=True, array_like=True):
+    """A leaf of a package with leaf types."""
+
+    package: str
+    array: int
+    global_shape: tuple[int, ...] | None = None
+    """Of the global array of which the leaf is a part; None if it is none."""
+    offset: tuple[int, ...] = ()
+
+
 class Head(msgspec.Struct, frozen=True):
     """A state without the elements of its arrays; `tree` refers to `arrays` by number."""
 
@@ -62,13 +74,36 @@ class Packed:
     parts: list[memoryview]
 
 
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    """A leaf that has arrived as an array, or as the part of one."""
+
+    package: str
+    local: Array
+    global_shape: tuple[int, ...] | None
+    offset: tuple[int, ...]
+
+    def put_into(self, present: Any) -> Any:
+        """The leaf, in the present value if that is one; a new value without it."""
+        [leaf_type, *_] = provider_of(self.package).LEAF_TYPES
+        have = present if leaf_type.accepts(present) else None
+        return leaf_type.from_array(self.local if self.global_shape is None else self, have)
+
+    def new(self, owner: Any, keys: Keys) -> Any:
+        """The leaf as a new value for the state of `owner`."""
+        blank = None
+        if self.global_shape is not None:
+            blank = provider_of(self.package).blank_for(owner, keys, self.local.dtype, self.global_shape)
+        return self.put_into(blank)
+
+
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Head).decode
 
 
 def pack(state: Any) -> Packed:
     """Pack a state; its arrays must not change until they have been sent."""
-    arrays: list[Array] = []
+    arrays = _Arrays()
     tree = _describe(_values(state), arrays, "state", 0)
     specs = [ArraySpec(name_of(array.dtype), array.shape) for array in arrays]
     try:
@@ -114,6 +149,7 @@ class Arriving:
             ARRAY: lambda: self._arrays[content],
             SCALAR: lambda: self._arrays[content][()],
             BYTES: lambda: bytes_of(content),
+            LEAF: lambda: self._leaf(msgspec.convert(content, LeafSpec)),
             PLAIN: lambda: content,
             LIST: lambda: [self._build(one, depth + 1, bytes_of) for one in content],
             TUPLE: lambda: tuple(self._build(one, depth + 1, bytes_of) for one in content),
@@ -123,6 +159,13 @@ class Arriving:
             return build[kind]()
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise PeerError("state_invalid", f"a state's description is invalid: {error!r}") from error
+
+    def _leaf(self, spec: LeafSpec) -> _Leaf:
+        try:
+            provider_of(spec.package)
+        except ImportError as error:
+            raise PeerError("state_invalid", f"a state has values of {spec.package}: {error}", "install it") from error
+        return _Leaf(spec.package, self._arrays[spec.array], spec.global_shape, spec.offset)
 
 
 def copy_of(state: Any) -> Callable[[], None]:
@@ -159,7 +202,16 @@ def _dict_of(holder: StateDictHolder, where: str) -> Mapping[str, Any]:
         raise
 
 
-def _describe(value: Any, arrays: list[Array], where: str, depth: int) -> Any:
+class _Arrays(list[Array]):
+    """The arrays of a state that is packed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers_of_leaves: dict[Any, int] = {}
+        """By the memory of a leaf, its array's number."""
+
+
+def _describe(value: Any, arrays: _Arrays, where: str, depth: int) -> Any:
     if depth > DEPTH_MAX:
         raise RequestRefused("state_unfit", f"{where} is nested too deep", f"nest at most {DEPTH_MAX} levels")
     if isinstance(value, (np.ndarray, np.generic)):
@@ -169,6 +221,10 @@ def _describe(value: Any, arrays: list[Array], where: str, depth: int) -> Any:
         return (BYTES, _keep(np.frombuffer(value, np.uint8), arrays, where))
     if value is None or isinstance(value, _PLAIN):
         return (PLAIN, _plain(value))
+    if isinstance(value, PerRank):
+        return _describe(value.value, arrays, where, depth + 1)
+    if (leaf := _leaf(value, arrays, where)) is not None:
+        return (LEAF, leaf)
     if isinstance(value, StateDictHolder):
         return _describe(_dict_of(value, where), arrays, where, depth + 1)
     if isinstance(value, Mapping):
@@ -184,6 +240,27 @@ def _describe(value: Any, arrays: list[Array], where: str, depth: int) -> Any:
     )
 
 
+def _leaf(value: Any, arrays: _Arrays, where: str) -> LeafSpec | None:
+    """The description of a leaf, whose array is added to the parts; None if the value is none."""
+    package, leaf_type = package_of(value), leaf_type_for(value)
+    if package is None or leaf_type is None:
+        return None
+    try:
+        array = leaf_type.to_array(value)
+    except LeafRefused as error:
+        raise RequestRefused("state_unfit", f"{where} {error.what}", error.fix) from error
+    if isinstance(array, np.ndarray):
+        return LeafSpec(package, _keep_leaf(array, arrays, where))
+    return LeafSpec(package, _keep_leaf(array.local, arrays, where), array.global_shape, array.offset)
+
+
+def _keep_leaf(array: Array, arrays: _Arrays, where: str) -> int:
+    memory = (array.ctypes.data, array.shape, array.strides, array.dtype) if array.size else object()
+    if memory not in arrays.numbers_of_leaves:
+        arrays.numbers_of_leaves[memory] = _keep(array, arrays, where)
+    return arrays.numbers_of_leaves[memory]
+
+
 def _plain(value: Any) -> Any:
     # A value of a derived type, such as `Step`, is sent as its plain type.
     return next((plain(value) for plain in _PLAIN if isinstance(value, plain)), None)
@@ -195,7 +272,7 @@ def _key(key: Any, where: str) -> Any:
     return _plain(key)
 
 
-def _keep(array: Array, arrays: list[Array], where: str) -> int:
+def _keep(array: Array, arrays: _Arrays, where: str) -> int:
     """Add an array to the parts; returns its number."""
     if not travels(array.dtype) or isinstance(array, np.ma.MaskedArray):
         raise RequestRefused("state_unfit", f"{where} is an array of {array.dtype}", "keep arrays of numbers in it")
@@ -262,8 +339,12 @@ def _memory(array: Array) -> memoryview:
 
 def _adopted(present: Any, arrived: Any) -> Any:
     """The received value, put into the present one in place as far as that fits."""
+    if isinstance(present, PerRank):
+        return PerRank(_adopted(present.value, arrived))
+    if isinstance(arrived, _Leaf):
+        return arrived.put_into(present)
     if isinstance(present, StateDictHolder):
-        present.load_state_dict(arrived)
+        present.load_state_dict(_with_new_leaves(arrived, present, ()))
         return present
     if isinstance(present, MutableMapping) and isinstance(arrived, Mapping):
         values = {key: _adopted(present.get(key), value) for key, value in arrived.items()}
@@ -282,6 +363,17 @@ def _adopted(present: Any, arrived: Any) -> Any:
     if _fits(present, arrived):
         present[...] = arrived
         return present
+    return _with_new_leaves(arrived, None, ())
+
+
+def _with_new_leaves(arrived: Any, owner: Any, keys: Keys) -> Any:
+    """The received value with its leaves as new values for the state of `owner`."""
+    if isinstance(arrived, _Leaf):
+        return arrived.new(owner, keys)
+    if isinstance(arrived, dict):
+        return {key: _with_new_leaves(one, owner, (*keys, key)) for key, one in arrived.items()}
+    if isinstance(arrived, (list, tuple)):
+        return type(arrived)(_with_new_leaves(one, owner, (*keys, n)) for n, one in enumerate(arrived))
     return arrived
 
 

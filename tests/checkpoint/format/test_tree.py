@@ -16,7 +16,6 @@ from forged.checkpoint.format.tree import (
     DEPTH_MAX,
     INTEGER_MAX,
     NAME_CHARS_MAX,
-    LeafType,
     child_name,
     escape_key,
     flatten,
@@ -27,6 +26,7 @@ from forged.checkpoint.format.tree import (
     value_nodes,
 )
 from forged.checkpoint.model import AXES_MAX, PerRank, ShardedArray
+from forged.leaf_types import LeafType
 from tests.checkpoint.fixtures.sameness import require_same
 
 KEYS = st.one_of(st.text(max_size=6), st.integers(-INTEGER_MAX + 1, INTEGER_MAX - 1))

@@ -16,7 +16,6 @@ from forged.checkpoint.checkpoint import DistributedCheckpoint
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.format.dtypes import dtype_of
 from forged.checkpoint.format.manifest import TOMBSTONE
-from forged.checkpoint.format.tree import LeafType
 from forged.checkpoint.loading.loader import Loaded, load_state
 from forged.checkpoint.model import (
     CompressionLevel,
@@ -28,6 +27,7 @@ from forged.checkpoint.model import (
 )
 from forged.checkpoint.ports import CancelToken
 from forged.checkpoint.storage import listing
+from forged.leaf_types import LeafType
 from tests.checkpoint.fixtures.layouts import DTYPES, SHAPES, array_of, bits, part_of, partitions, small_chunks, strided
 from tests.checkpoint.fixtures.memory_storage import MemoryStorage
 from tests.checkpoint.fixtures.plain_writer import write_checkpoint

@@ -10,9 +10,9 @@ import pytest
 from forged.checkpoint.errors import CheckpointException
 from forged.checkpoint.format.boxes import Box
 from forged.checkpoint.format.manifest import Tensors
-from forged.checkpoint.format.tree import LeafType
 from forged.checkpoint.loading.matching import Matching, PendingLeaf, resolve_pending
 from forged.checkpoint.model import PerRank, ShardedArray
+from forged.leaf_types import LeafType
 
 TENSORS = Tensors(["a", "b", "c"], ["float64", "int64", "float64"], [(2,), (), (4, 2)])
 

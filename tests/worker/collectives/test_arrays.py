@@ -2,11 +2,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forged.checkpoint.format.dtypes import EXTENDED
 from forged.errors import ForgedError, PeerError, RequestRefused
 from forged.worker.collectives import arrays
 from forged.worker.collectives.arrays import (
@@ -52,6 +54,13 @@ def test_an_array_comes_back_bit_for_bit(array: Array) -> None:
 def test_non_contiguous_array_round_trips(array: Array) -> None:
     turned = array.T[::-1] if array.ndim else array
     assert unpack(wire(pack(turned))).tobytes() == turned.tobytes()
+
+
+@pytest.mark.parametrize("name", sorted(EXTENDED))
+def test_types_of_ml_dtypes_come_back_bit_for_bit(name: str) -> None:
+    array = np.arange(6, dtype=np.float32).astype(getattr(ml_dtypes, name))
+    back = unpack(wire(pack(array)))
+    assert (back.dtype, back.tobytes()) == (array.dtype, array.tobytes())
 
 
 @pytest.mark.parametrize("number", [0, -(2**62), 1.5, True, 2j, np.float32(0.1), np.int8(-3)])
