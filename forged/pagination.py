@@ -1,4 +1,4 @@
-"""Pagination of long lists.
+"""Pages of long lists: in replies, and in the requests of a client.
 
 Invariants:
 - A page fits into a frame, and has at least one entry if there is one, so reading on after each page's last entry ends.
@@ -7,7 +7,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from heapq import heapify, heappop
 from typing import TypeVar
 
@@ -44,3 +44,20 @@ def take_page(entries: Iterator[T], limit: int) -> tuple[list[T], bool]:
             return page, True
         page.append(entry)
     return page, False
+
+
+def in_batches(
+    items: Iterable[T], encode: Callable[[T], bytes], items_max: int, bytes_max: int = PAGE_BYTES_MAX
+) -> Iterator[list[T]]:
+    """All items in order, at most `items_max` in a batch; an item of more than `bytes_max` is alone in its batch."""
+    batch: list[T] = []
+    room_bytes = bytes_max
+    for one in items:
+        size_bytes = len(encode(one))
+        if batch and (size_bytes > room_bytes or len(batch) == items_max):
+            yield batch
+            batch, room_bytes = [], bytes_max
+        room_bytes -= size_bytes
+        batch.append(one)
+    if batch:
+        yield batch

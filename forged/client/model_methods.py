@@ -15,9 +15,9 @@ import os
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from forged.batches import in_batches
 from forged.client.methods import DaemonMethods
 from forged.errors import RequestRefused
+from forged.pagination import in_batches
 
 if TYPE_CHECKING:
     from forged.checkpoint.ports import CancelToken

@@ -15,7 +15,6 @@ from typing import Any
 
 import msgpack
 
-from forged.batches import in_batches
 from forged.checkpoint.errors import ExceptionType
 from forged.checkpoint.format.manifest import Manifest
 from forged.checkpoint.ports import CancelToken, Storage
@@ -28,6 +27,7 @@ from forged.cli.forgectl.connection import DaemonConnection
 from forged.cli.forgectl.output import answer
 from forged.cli.forgectl.parser import Options
 from forged.cli.process import EXIT_FAILED, EXIT_OK
+from forged.pagination import in_batches
 from forged.plain_client.connection import PlainConnection
 
 BATCH_MAX = 1000

@@ -10,7 +10,6 @@ from typing import Any
 
 import msgpack
 
-from forged.batches import in_batches
 from forged.cli.forgectl import answers, tables
 from forged.cli.forgectl.answers import Row
 from forged.cli.forgectl.connection import DaemonConnection
@@ -19,6 +18,7 @@ from forged.cli.forgectl.parser import Options
 from forged.cli.models import names
 from forged.cli.process import EXIT_FAILED, EXIT_OK
 from forged.errors import ConfigError
+from forged.pagination import in_batches
 
 BATCH_MAX = 500
 OUTCOMES = ("imported", "known", "refused", "serving")
