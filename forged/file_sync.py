@@ -1,7 +1,7 @@
-"""File-system calls that Python lacks: sync, cache control, preallocation, exclusive rename, opening without waiting.
+"""What Python lacks for files: sync, cache control, preallocation, exclusive rename, opening without waiting, mounts.
 
-A file's content is durable after the file was synced, its name after the directory was synced. All functions raise
-`OSError`.
+A file's content is durable after the file was synced, its name after the directory was synced. The functions raise
+`OSError`; `Mounts` asks no file system, because one may hang: it goes by the kernel's list.
 """
 
 from __future__ import annotations
@@ -11,11 +11,19 @@ import errno
 import fcntl
 import mmap
 import os
+import re
 import struct
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from math import inf
 from pathlib import Path
 
 PAGE = 4096
 """The alignment of direct I/O: of the length, the file offset and the memory address."""
+MOUNTINFO = Path("/proc/self/mountinfo")
+KNOWN_S = 10.0
+"""How long the list is taken for the present one."""
 
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
@@ -155,3 +163,31 @@ def _check(result: int) -> None:
     if result != 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
+
+
+class Mounts:
+    """The mount points of this host."""
+
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic = monotonic
+        self._points: list[str] = []
+        self._known_until = -inf
+
+    def of(self, path: str) -> str:
+        """The mount point that an absolute path lies in."""
+        now = self._monotonic()
+        if now >= self._known_until:
+            self._points, self._known_until = _mount_points(), now + KNOWN_S
+        return mount_of(path, self._points)
+
+
+def mount_of(path: str, mounts: Iterable[str]) -> str:
+    """The longest of the mount points that an absolute path lies in."""
+    return max((one for one in mounts if path.startswith(f"{one.rstrip('/')}/")), key=len, default="/")
+
+
+def _mount_points() -> list[str]:
+    with suppress(OSError):
+        lines = MOUNTINFO.read_text(errors="surrogateescape").splitlines()
+        return [re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), line.split(" ", 5)[4]) for line in lines]
+    return []

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from forged import file_sync
-from forged.file_sync import PAGE, bypass_cache, sync_directory
+from forged.file_sync import KNOWN_S, PAGE, Mounts, bypass_cache, mount_of, sync_directory
+
+MOUNT_LINES = "22 1 8:1 / / rw - ext4 /dev/sda1 rw\n23 22 0:5 / /mnt/a\\040b rw - nfs server:/a rw\n"
 
 
 def test_sync_directory_syncs_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,3 +150,22 @@ def test_a_file_may_query_cache_if_we_own_it_or_may_write_it(tmp_path: Path, mon
         for may_write in (True, False):
             monkeypatch.setattr(os, "access", lambda path, mode, effective_ids, may=may_write: may)
             assert file_sync._may_query_cache(file.fileno()) == may_write
+
+
+def test_path_lies_in_the_innermost_mount() -> None:
+    points = ["/", "/ckpt", "/ckpt/nfs", "/ckpt/nfs2"]
+    assert mount_of("/ckpt/nfs/run/a", points) == "/ckpt/nfs"
+    assert mount_of("/ckpt/nfs3/run/a", points) == "/ckpt"
+    assert mount_of("/home/run/a", points) == "/"
+    assert mount_of("/home/run/a", []) == "/"
+
+
+def test_list_is_read_again_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_sync, "MOUNTINFO", tmp_path / "mountinfo")
+    now = [0.0]
+    found = Mounts(lambda: now[0])
+    assert found.of("/mnt/a b/run") == "/"
+    (tmp_path / "mountinfo").write_text(MOUNT_LINES)
+    assert found.of("/mnt/a b/run") == "/"
+    now[0] = KNOWN_S
+    assert found.of("/mnt/a b/run") == "/mnt/a b"

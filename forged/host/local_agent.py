@@ -24,9 +24,9 @@ import anyio
 from anyio import to_thread
 
 from forged.errors import ForgedError, RequestRefused, Unavailable, describe
+from forged.file_sync import Mounts
 from forged.host.model import SavedSlots, SlotContents, StagedCheckpoint
 from forged.host.slot_directory import SlotDirectory
-from forged.mounts import Mounts
 
 if TYPE_CHECKING:
     from forged.checkpoint.ports import CancelToken

@@ -24,7 +24,7 @@ from anyio import CapacityLimiter, to_thread
 from forged.catalog.ports import FOLDER_MISSING, STORAGE_HANGS, CheckpointLocation, FoundCheckpoint, Progress
 from forged.catalog.records import LOCAL, folder_of, storage_kind
 from forged.errors import ForgedError, RequestRefused, Unavailable, describe
-from forged.mounts import Mounts
+from forged.file_sync import Mounts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
