@@ -348,6 +348,7 @@ class Daemon:
         # aiohttp takes longer to import than the rest of the daemon.
         from forged.telemetry.checkpoint_metrics import CheckpointCollector
         from forged.telemetry.http import HttpServer
+        from forged.telemetry.memory_metrics import MemoryCollector
         from forged.telemetry.model_metrics import ModelCollector
 
         table = self.slots.table
@@ -365,7 +366,7 @@ class Daemon:
             self.tokens.identify,
             self._ports.log_lines_lost,
             lambda: self.plugins.views,
-            (checkpoints, ModelCollector(self.bus, self.registry.state)),
+            (checkpoints, ModelCollector(self.bus, self.registry.state), MemoryCollector(self.memory.table)),
         )
         async with server.open(address) as listening:
             self.http = f"http://{listening.host}:{listening.port}"

@@ -117,6 +117,7 @@ class Allocation:
             return
         if got:
             device.has_allocated = True
+            self._table.counts.allocations += len(got)
         self._table.entered(device, got, attempt.owner)
         for block in evicted:
             self._table.gone(device, block)
@@ -180,6 +181,7 @@ class Allocation:
             tensor_id,
             attempt.owner.worker_id,
         )
+        self._table.counts.evictions += len(evicted)
         self._table.facts.append((device.owner.job, fact))
 
     # Waiting.
@@ -288,6 +290,7 @@ class Allocation:
             shortage.blocking,
             shortage.fix,
         )
+        self._table.counts.out_of_memory += 1
         self._table.facts.append((device.owner.job, fact))
 
     def evict_for_compaction(self, device: Device, attempt: Attempt) -> None:

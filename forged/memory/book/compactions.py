@@ -105,6 +105,7 @@ class Compactions:
             return again
         block = core.commit_move(request.epoch, request.number)
         device.committed[request.number] = block.block_id, block.version
+        self._table.counts.moves += 1
         self._table.changed(device, now)
         return block
 

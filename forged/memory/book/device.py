@@ -89,9 +89,13 @@ class Device:
     """The last block of the last page that was read: the next page begins near it."""
 
     @property
+    def used_bytes(self) -> int:
+        return self.core.total - self.core.free_bytes
+
+    @property
     def held_bytes(self) -> int:
         """The bytes that cannot be evicted."""
-        return self.core.total - self.core.free_bytes - self.core.cached_bytes
+        return self.used_bytes - self.core.cached_bytes
 
     @property
     def pressure(self) -> float:

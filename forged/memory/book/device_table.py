@@ -39,6 +39,18 @@ class MemoryLimits:
     principal_waiting_max: int = 384
 
 
+@dataclass(slots=True)
+class MemoryCounts:
+    """What has happened to the blocks of all devices since the daemon started."""
+
+    allocations: int = 0
+    evictions: int = 0
+    out_of_memory: int = 0
+    """Requests that did not fit, also after their wait."""
+    moves: int = 0
+    """Of compactions, committed."""
+
+
 class DeviceTable:
     """All devices, by job and name."""
 
@@ -49,6 +61,7 @@ class DeviceTable:
         self.owners: dict[tuple[str, str], Owner] = {}
         self.facts: list[tuple[str, Fact]] = []
         """Of which jobs, in order; to be recorded."""
+        self.counts = MemoryCounts()
         self.block_shares = Shares("blocks of GPU memory", 0)
         self.device_shares = Shares("GPU devices", 0)
         self.waiting_shares = Shares("requests that wait for GPU memory", 0)
@@ -174,7 +187,7 @@ class DeviceTable:
             del self.jobs[owner.job]
         self.device_shares.give_back(owner.holder)
         self.last_epoch = max(self.last_epoch, device.plan_epoch)
-        fact = DeviceRemoved(device.name, reason, len(core), core.total - core.free_bytes)
+        fact = DeviceRemoved(device.name, reason, len(core), device.used_bytes)
         self.facts.append((owner.job, fact))
         for worker_id in {block.owner for block in core.stretches() if block.block_id}:
             # The owner of the device is in the table no more.
