@@ -2,7 +2,8 @@
 
 A real daemon gives a real worker its slots. Staging is compared with a memcpy of the same bytes into warm memory. The
 time from `kill -9` of the worker until the emergency checkpoint is durable contains the detection of the failure; it is
-compared with a durable save of the same state by a worker that lives, without slots, in the same round.
+compared with a durable save of the same state by a worker that lives, without slots, in the same round. The kernel ends
+the process when it has unmapped both slots, page by page: the time by which the checkpoint comes later than the save.
 """
 
 from __future__ import annotations
