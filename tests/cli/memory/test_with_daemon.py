@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,8 +66,8 @@ def test_long_list_of_blocks_is_whole(commands: MemoryCommands, monkeypatch: pyt
     assert [one["handle"][0] for one in listed] == list("abcde")
 
 
-def _page_of_two(entries: object) -> tuple[list[object], bool]:
-    found = list(entries)  # type: ignore[call-overload]
+def _page_of_two(entries: Iterable[Any]) -> tuple[list[Any], bool]:
+    found = list(entries)
     return found[:2], len(found) > 2
 
 

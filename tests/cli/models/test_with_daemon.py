@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,10 @@ import pytest
 
 import forged.checkpoint
 from forged.cli.forgectl import candidates, main
+from forged.cli.forgectl.answers import Row
+from forged.cli.forgectl.connection import DaemonConnection
+from forged.cli.forgectl.parser import Options
+from forged.plain_client.connection import PlainConnection
 from tests.cli.models.conftest import MODEL, RegistryDaemon
 
 
@@ -585,14 +590,11 @@ def test_following_history_shows_new_facts(on_daemon: RegistryDaemon, monkeypatc
 
     on_daemon.register("1.0.0")
 
-    def one_more(options: object, read: object) -> list[dict[str, object]]:
+    def one_more(options: Options, read: Callable[[PlainConnection], Iterator[Row]]) -> list[Row]:
         on_daemon.promote("1.0.0")
         on_daemon.client.register_model("bert", checksum="x")
-        from forged.cli.forgectl.connection import DaemonConnection
-
-        with DaemonConnection(options) as daemon:  # type: ignore[arg-type]
-            taken = read(daemon)  # type: ignore[operator]
-            return [next(taken)]
+        with DaemonConnection(options) as daemon:
+            return [next(read(daemon))]
 
     monkeypatch.setattr(history, "over_restarts", one_more)
     *past, fact = on_daemon.lines(f"history {MODEL} --follow --json")
