@@ -15,6 +15,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from copy import copy
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -121,25 +122,62 @@ class Training(BlockingFacade[ElasticWorker]):
 
     def steps(self, total: int | None = None) -> Iterator[Step]:
         """Yield one step after the other, over all rescales; an aborted step again."""
-        while (number := self._begin_step(total)) is not None:
-            self._restore = None if self._uses_with_step else copy_of(self.worker.state)
-            step = self._step = self.worker.step_numbered(number, self._repeats_step)
+        while (step := self.begin_step(total)) is not None:
             try:
                 yield step
-            finally:
-                self._uses_with_step |= step.is_entered
-                self._step = None
-                step.end()
-            is_committed = self._run(lambda worker: worker.finish_step())
-            if not is_committed and self._restore is not None and self.worker.is_void:
-                self._restore()
+            except BaseException:
+                # The script has left its loop within the step.
+                self._end_step(step)
+                raise
+            self.finish_step()
+
+    def begin_step(self, total: int | None = None) -> Step | None:
+        """Wait until a step may begin; None when there are no more. For loops that cannot iterate over `steps`; the
+        step ends with `finish_step`, and `with step:` between the two is optional."""
+        if self._step is not None:
+            raise RequestRefused(
+                "step_unfinished", f"step {int(self._step)} was begun and not finished", "call `finish_step` first"
+            )
+        number = self._come_to_step(total)
+        if number is None:
+            return None
+        self._restore = None if self._uses_with_step else copy_of(self.worker.state)
+        self._step = self.worker.step_loop.step_numbered(number, self._repeats_step, self._commit)
+        return self._step
+
+    def finish_step(self) -> bool:
+        """Tell the other ranks that the step is finished, and wait for theirs; returns whether it is committed."""
+        step = self._step
+        if step is None:
+            raise RequestRefused("step_missing", "there is no step to finish", "call `begin_step` first")
+        self._end_step(step)
+        is_committed = self._run(lambda worker: worker.finish_step())
+        if not is_committed and self._restore is not None and self.worker.is_void:
+            self._restore()
+        return is_committed
+
+    def _end_step(self, step: Step) -> None:
+        self._uses_with_step |= step.is_entered
+        self._step = None
+        step.end()
+
+    def _commit(self) -> None:
+        self._together(lambda worker: worker.commit_step(), None)
+
+    def meeting(self, name: str) -> AbstractContextManager[None]:
+        """Run collectives that are not the library's inside the block, at all ranks in the same order.
+
+        A rank that does not come is told by the stall report, with this name, and evicted by `evict_stalled`. Raises
+        `StepAborted` if the world is over already. Waits for nothing itself, and may be called in any thread.
+        """
+        return self.worker.meeting(name)
 
     def _repeats_step(self, step: int, error: Exception) -> bool:
         if self._is_forked or not self.worker.is_registered:
             return isinstance(error, StepAborted)
         return self._run(lambda worker: worker.repeats_step(step, error))
 
-    def _begin_step(self, total: int | None) -> int | None:
+    def _come_to_step(self, total: int | None) -> int | None:
         while isinstance(coming := self._run(lambda worker: worker.come_to_step(total)), Leaving | Entering):
             # In the script's own thread, where a subscriber that blocks does not keep the worker from answering.
             if isinstance(coming, Entering):
@@ -243,6 +281,16 @@ class Training(BlockingFacade[ElasticWorker]):
     def slots(self) -> WorkerSlots:
         """Memory of this host that outlives this process, into which checkpoints are staged."""
         return self.worker.slots
+
+    @property
+    def sampler(self) -> ElasticSampler | None:
+        """Decides which samples a step uses."""
+        return self.worker.sampler
+
+    def use_sampler(self, sampler: ElasticSampler) -> None:
+        """Draw the samples of the steps from this sampler. Refused once the worker has registered, at its first
+        step."""
+        self._checked_loop().call(self.worker.use_sampler, sampler)
 
     @property
     def learning_rate(self) -> float:

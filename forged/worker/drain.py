@@ -76,7 +76,7 @@ class Drain:
         registration: Registration,
         mesh: Mesh,
         heartbeat: HeartbeatSender,
-        usage: UsageReport | None,
+        usage: UsageReport,
         tasks: TaskGroup,
         random: Random,
         log: Log,
@@ -301,8 +301,7 @@ class Drain:
         return self._flags.may_leave or self._flags.is_overdue
 
     async def _leave_if_it_may(self) -> bool:
-        if self._usage is not None:
-            await self._usage.tell()
+        await self._usage.tell()
         return await self._registration.leave_if_it_may(self.reason, self._state.progress.step)
 
 

@@ -146,12 +146,18 @@ class Registration:
     # Living and waiting.
 
     def beat(
-        self, step: int, marks: int, interval_s: float, *, last_step_done: bool = False, is_done: bool = False
+        self,
+        step: int,
+        marks: int,
+        interval_s: float,
+        *,
+        last_step_done: bool = False,
+        is_done: bool = False,
+        meeting: str = "",
     ) -> None:
         """Signal a heartbeat; the next one is due in `interval_s`."""
-        self._client.signal(
-            Heartbeat(self.job, self.worker.id, self.incarnation, step, marks, interval_s, last_step_done, is_done)
-        )
+        who = self.job, self.worker.id, self.incarnation
+        self._client.signal(Heartbeat(*who, step, marks, interval_s, last_step_done, is_done, meeting))
 
     async def why_waiting(self) -> str:
         """What the job waits for, in the daemon's words. Asked once, and briefly: a wait without a daemon is logged."""
@@ -286,6 +292,7 @@ class HeartbeatSender:
             state.config.heartbeat_interval_s,
             last_step_done=state.drain.is_leaving,
             is_done=state.is_done,
+            meeting=current_world.meeting_name,
         )
         current_world.heartbeat_at = self._clock.wall()
 

@@ -77,8 +77,7 @@ class WorkerSession:
         log, clock = spec.log, spec.clock
         self._registration = Registration(client, spec.job, state.worker, incarnation, spec.random, log)
         self._heartbeat = HeartbeatSender(state, self._registration, clock)
-        usage = state.progress.usage
-        self._usage = None if usage is None else UsageReport(state, usage, self._registration, clock, log)
+        self._usage = UsageReport(state, self._registration, clock, log)
         self.drain = Drain(
             state, self._registration, mesh, self._heartbeat, self._usage, tasks, spec.random.random, log
         )
@@ -140,8 +139,7 @@ class WorkerSession:
         self._tasks.start_soon(self._heartbeat.run)
         self._tasks.start_soon(self._standstill.run)
         self._tasks.start_soon(self._catalog.run)
-        if self._usage is not None:
-            self._tasks.start_soon(self._usage.run)
+        self._tasks.start_soon(self._usage.run)
         self.listener.begin_to_ask()
         return rescaler
 
@@ -366,7 +364,7 @@ class LeaveReport:
         self,
         state: SessionState,
         registration: Registration,
-        usage: UsageReport | None,
+        usage: UsageReport,
         catalog: WorkerCatalog,
         process: WorkerProcess,
     ) -> None:
@@ -403,11 +401,11 @@ class LeaveReport:
             # A cancelled worker does this all the same, for a moment.
             with anyio.move_on_after(moment_s, shield=True) as moment:
                 await self._state.current_world.leave()
-                await self._tell_usage()
+                await self._usage.tell()
                 await self._catalog.deliver()
             if moment.cancelled_caught:
                 with anyio.move_on_after(ends_at - anyio.current_time() - moment_s):
-                    await self._tell_usage()
+                    await self._usage.tell()
         finally:
             left_s = max(moment_s, ends_at - anyio.current_time())
             is_acknowledged = False
@@ -418,10 +416,6 @@ class LeaveReport:
             finally:
                 if not is_acknowledged:
                     self._process.leave_through_pulse({**leave._asdict(), "step": self._state.progress.step})
-
-    async def _tell_usage(self) -> None:
-        if self._usage is not None:
-            await self._usage.tell()
 
 
 def reason_of(error: BaseException | None) -> LeaveReason:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from random import Random, SystemRandom
 from typing import Any, Self
 
@@ -52,7 +52,7 @@ from forged.worker.host_slots import SlotUser, WorkerSlots
 from forged.worker.process.sigterm import SIGTERM_REASON
 from forged.worker.process.worker_process import OwnProcess, WorkerProcess
 from forged.worker.session import WorkerSession, open_session, reason_of
-from forged.worker.steps.step_loop import Decide, Entering, Step, StepLoop
+from forged.worker.steps.step_loop import Entering, Step, StepLoop
 from forged.worker.transport.bulk_channel import BulkTransport
 from forged.worker.transport.peer_tls import PeerTls
 from forged.worker.worker_state.progress import TrainingProgress
@@ -144,6 +144,18 @@ class ElasticWorker:
     def sampler(self) -> ElasticSampler | None:
         """Decides which samples a step uses."""
         return self._spec.sampler
+
+    def use_sampler(self, sampler: ElasticSampler) -> None:
+        """Draw the samples of the steps from this sampler. Refused once the worker has registered."""
+        if self.is_registered:
+            raise RequestRefused(
+                "worker_registered",
+                "the worker has registered with the job, which knows its sampler",
+                "set the sampler before the first step",
+            )
+        check_same_samples(self._spec.data, sampler)
+        self._spec.sampler = sampler
+        self._progress.use_sampler(sampler)
 
     @property
     def state(self) -> Any:
@@ -464,22 +476,16 @@ class ElasticWorker:
         A collective of an aborted step raises `StepAborted`, which ends a `with step:` or `async with step:` block.
         The latter also waits, after another exception, for evidence that the world of the step is over.
         """
-        while (number := await self.begin_step(total)) is not None:
-            step = self.step_numbered(number)
+        while (step := await self.begin_step(total)) is not None:
             yield step
-            step.end()
             await self.finish_step()
-
-    def step_numbered(self, number: int, decide: Decide | None = None) -> Step:
-        """The object of the present step; `decide` is asked about an exception that leaves its `with` block."""
-        return Step.numbered(number, self._state.current_world, self.step_loop.errors, decide)
 
     async def repeats_step(self, step: int, error: Exception) -> bool:
         """Whether a step that this exception has left is void and is repeated. Waits for evidence of a lost worker."""
         return await self.step_loop.errors.decide_in_time(step, error)
 
-    async def begin_step(self, total: int | None = None) -> int | None:
-        """Wait until a step may begin; returns its number, or None when there are no more."""
+    async def begin_step(self, total: int | None = None) -> Step | None:
+        """Wait until a step may begin; None when there are no more. For loops that cannot iterate over `steps`."""
         while isinstance(coming := await self.come_to_step(total), Leaving | Entering):
             if isinstance(coming, Entering):
                 await self._tell_entered(coming)
@@ -488,7 +494,7 @@ class ElasticWorker:
                 await self._events.leaving.fire_and_wait(coming.reason)
             if await self.finish_leaving():
                 return None
-        return coming
+        return None if coming is None else self.step_loop.step_numbered(coming)
 
     async def _tell_entered(self, entering: Entering) -> None:
         try:
@@ -515,9 +521,21 @@ class ElasticWorker:
         """Leave, now that the subscribers of `leaving` have been told; false if the worker is needed after all."""
         return await self.step_loop.finish_leaving()
 
+    async def commit_step(self) -> None:
+        """Wait until all ranks have come here, and change the state after that (see `Step.commit`)."""
+        await self.step_loop.commit_step()
+
     async def finish_step(self) -> bool:
         """Tell the other ranks that the step is finished; returns whether it is committed."""
         return await self.step_loop.finish_step()
+
+    def meeting(self, name: str) -> AbstractContextManager[None]:
+        """Run collectives that are not the library's inside the block, at all ranks in the same order.
+
+        A rank that does not come is told by the stall report, with this name, and evicted by `evict_stalled`. Raises
+        `StepAborted` if the world is over already. Waits for nothing itself.
+        """
+        return self.step_loop.meeting(name)
 
     def batch(self) -> Indices:
         """This worker's samples of the present step."""

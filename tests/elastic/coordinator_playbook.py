@@ -101,11 +101,14 @@ class Playbook:
         collective_seq: int = 0,
         last_step_done: bool = False,
         is_done: bool = False,
+        meeting: str = "",
     ) -> list[Fact]:
         for name in names:
             member = self.coordinator.members[name]
             who = JOB, name, member.incarnation
-            signal = Heartbeat(*who, step, collective_seq, last_step_done=last_step_done, is_done=is_done)
+            signal = Heartbeat(
+                *who, step, collective_seq, last_step_done=last_step_done, is_done=is_done, meeting=meeting
+            )
             self.coordinator.heartbeat(signal, self.now)
         return self.new_facts()
 

@@ -699,7 +699,7 @@ class TestLeaving:
             assert [int(step) for step in worker.steps(1)] == [0]
         with at(endpoint, "late") as worker, pytest.raises(RequestRefused, match=r"is completed.*jobs rm") as raised:
             next(worker.steps(1))
-        assert [entry.name for entry in raised.traceback][1:] == ["steps", "_begin_step", "_run"]
+        assert [entry.name for entry in raised.traceback][1:] == ["steps", "begin_step", "_come_to_step", "_run"]
         assert raised.value.__suppress_context__
 
     @pytest.mark.parametrize("event", ["leaving", "rescaling_requested", "state_synchronized"])

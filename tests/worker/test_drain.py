@@ -16,6 +16,7 @@ from forged.elastic.model import ClusterTopology, WorkerId
 from forged.errors import ForgedError, RequestRefused, Unavailable
 from forged.kernel.messages import Gap
 from forged.worker import drain
+from forged.worker.data.usage_report import UsageReport
 from forged.worker.drain import LOOK_INTERVAL_S, QUESTION_INTERVAL_S, Drain, Leaving
 from forged.worker.errors import WorldIncomplete
 from forged.worker.mesh import Mesh
@@ -90,7 +91,8 @@ class DrainFixture:
         self.state.view.draining = wish
         async with task_group() as tasks:
             anything: Any = self
-            drain = self.drain = Drain(self.state, anything, anything, anything, None, tasks, lambda: 0.5, self.log)
+            usage = UsageReport(self.state, anything, anything, self.log)
+            drain = self.drain = Drain(self.state, anything, anything, anything, usage, tasks, lambda: 0.5, self.log)
             drain.begin_if_told()
             drain.begin_if_told()
             yield drain

@@ -69,7 +69,7 @@ async def test_interrupted_leave_request_is_repeated_once() -> None:
 
     anything: Any = None
     report, reason = (
-        LeaveReport(anything, anything, None, anything, anything),
+        LeaveReport(anything, anything, anything, anything, anything),
         LeaveReason("training completed", done=True),
     )
     report._leave = leave  # type: ignore[method-assign, assignment]

@@ -222,6 +222,8 @@ class RescalerFixture:
 
     def beat_now(self) -> None: ...
 
+    def watch(self, on_over: object) -> None: ...
+
     async def enter(self, *_: object) -> RescalerFixture:
         self._fail()
         return self

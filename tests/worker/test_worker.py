@@ -277,7 +277,7 @@ class TestComingAndGoing:
         beaten = asyncio.Event()
         beat = Registration.beat
 
-        def note(line: Registration, step: int, marks: int, every_s: float, **more: bool) -> None:
+        def note(line: Registration, step: int, marks: int, every_s: float, **more: Any) -> None:
             beat(line, step, marks, every_s, **more)
             told.append(every_s)
             beaten.set()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import subprocess
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ import pytest
 from forged.client import BlockingClient
 from forged.elastic.messages import JobAborted, JobCompleted, RescaleCompleted, WorkerFailed
 from forged.elastic.model import ClusterTopology, WorldOver
+from forged.errors import RequestRefused
 from forged.worker.blocking import Training
 from forged.worker.errors import StepAborted
 from tests.client.daemon_runner import DaemonRunner
@@ -33,6 +36,11 @@ def train(worker: Training, step: int) -> None:
     worker.state["scratch"]["last"] = step + 1
     worker.state["scratch"]["many"][0] += 1
     worker.state["chain"][0] = advance(int(worker.state["chain"][0]), step)
+
+
+def started(endpoint: str, name: str, victim_rank: int, how: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", released_collectives.__name__, endpoint, name, str(STEPS), str(victim_rank), how]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 class TestEntered:
@@ -225,19 +233,35 @@ class TestProcesses:
     def test_killed_peer_releases_collectives_that_would_never_end(
         self, victim_rank: int, endpoint: str, client: BlockingClient
     ) -> None:
-        command = [sys.executable, "-m", released_collectives.__name__, endpoint]
-        processes = [
-            subprocess.Popen(
-                [*command, name, str(STEPS), str(victim_rank)],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for name in "abc"
-        ]
+        processes = [started(endpoint, name, victim_rank, "dies") for name in "abc"]
+        self._train_on(processes, client)
+
+    def test_rank_that_hangs_before_a_meeting_is_named_and_its_eviction_releases_the_rest(
+        self, endpoint: str, client: BlockingClient
+    ) -> None:
+        processes = {name: started(endpoint, name, 1, "hangs") for name in "abc"}
+        told, deadline = "", time.monotonic() + PROCESS_PATIENCE_S
+        while released_collectives.MEETING not in told or " stalled for " not in told:
+            assert time.monotonic() < deadline, told
+            with contextlib.suppress(RequestRefused):
+                told = client.cluster(JOB).stall_report
+        assert f"not come to meeting {released_collectives.MEETING!r}" in told
+        hanging = told.split(" stalled for ")[0][-1]
+        job = client.job(JOB)
+        client.change_job(JOB, job.settings | {"evict_stalled": True}, job.version)
+        while not past(client, WorkerFailed):
+            assert time.monotonic() < deadline, client.cluster(JOB).stall_report
+        processes[hanging].kill()
+        self._train_on(list(processes.values()), client)
+        (failed,) = past(client, WorkerFailed)
+        assert failed.worker_id == hanging
+        assert "no progress" in failed.reason
+
+    def _train_on(self, processes: list[subprocess.Popen[str]], client: BlockingClient) -> None:
         ended = [(*process.communicate(timeout=PROCESS_PATIENCE_S), process.returncode) for process in processes]
         survivors = [out for out, _, code in ended if code == 0]
         assert len(survivors) == 2, ended
+        assert all("released" in out for out in survivors), ended
         for out in survivors:
             *_, last = out.splitlines()
             assert last.split() == [str(STEPS), str(released_collectives.chain_after(STEPS))]

@@ -32,7 +32,7 @@ def heartbeat(job: JobState, signal: Heartbeat, now: Moment) -> None:
         member.record_heartbeat(now.monotonic, signal.interval_s, job.config)
         member.is_unseen_since_restart = False
         progress.record(job, member, signal.step, now, signal.collective_seq)
-        member.is_done = signal.is_done
+        member.is_done, member.meeting = signal.is_done, signal.meeting
         if member.last_step_done != signal.last_step_done:
             member.last_step_done = signal.last_step_done
             job.store_member(member)

@@ -70,6 +70,8 @@ class Member:
     """Whether it says that training is complete after `step`."""
     collective_seq: int = 0
     """The number of its last collective, which shows which member its peers wait for."""
+    meeting: str = ""
+    """The meeting of its script's own collectives that it was in at its last heartbeat; empty for none."""
     reported_at: float = 0.0
     """When it last reported its progress."""
     progress_at: float = 0.0

@@ -52,6 +52,7 @@ from forged.elastic.messages.operator_requests import (
     WorkerView,
 )
 from forged.elastic.messages.signals import (
+    MEETING_CHARS_MAX,
     AttemptProgress,
     Heartbeat,
     Pulse,
@@ -80,6 +81,7 @@ REQUESTS = (*WORKER_REQUESTS, *OPERATOR_REQUESTS)
 
 __all__ = [
     "INCARNATION_BYTES",
+    "MEETING_CHARS_MAX",
     "REQUESTS",
     "AbortJob",
     "AnnounceLeave",

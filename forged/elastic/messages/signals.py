@@ -8,6 +8,9 @@ import msgspec
 
 from forged.kernel.messages import Signal
 
+MEETING_CHARS_MAX = 64
+"""The length of the name of a meeting."""
+
 
 class Heartbeat(Signal, frozen=True):
     """A worker's library is alive: its committed steps, its last collective, and the interval of heartbeats."""
@@ -24,6 +27,8 @@ class Heartbeat(Signal, frozen=True):
     """Whether a draining worker trains no more and only finishes what it does before it leaves."""
     is_done: bool = False
     """Whether the worker has made the last step of its script, which wants no other."""
+    meeting: Annotated[str, msgspec.Meta(max_length=MEETING_CHARS_MAX)] = ""
+    """The meeting of the script's own collectives that the worker is in; empty for none."""
 
     @property
     def key(self) -> str:

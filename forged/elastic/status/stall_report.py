@@ -158,7 +158,7 @@ def _no_progress(job: JobState, now: float) -> Iterator[str]:
     """Which members hold training up, or that no step is committed."""
     stalled = [member for member in job.members.values() if member.stalled]
     if job.trains:
-        yield from _stalled(stalled, now)
+        yield from _stalled(job, stalled, now)
     if job.paused:
         return
     since = silent_since(job.config, now)
@@ -199,13 +199,22 @@ def _behind(job: JobState) -> str:
     progress = {member.id: max(member.collective_seq, job.generation * COLLECTIVES_PER_WORLD) for member in members}
     lowest = min(progress.values(), default=0)
     last = [worker for worker, reached in progress.items() if reached == lowest]
-    return f": all other workers are ahead of {named(last)}" if len(last) < len(progress) else ""
+    if len(last) == len(progress):
+        return ""
+    return f": all other workers are ahead of {named(last)}{_in_meeting(members, last)}"
 
 
-def _stalled(stalled: Sequence[Member], now: float) -> Iterator[str]:
+def _in_meeting(members: Sequence[Member], late: Collection[str]) -> str:
+    """The meeting in which other members wait for the late ones, if it is known."""
+    meeting = next((member.meeting for member in members if member.meeting and member.id not in late), "")
+    return f", not come to meeting {meeting!r}" if meeting else ""
+
+
+def _stalled(job: JobState, stalled: Sequence[Member], now: float) -> Iterator[str]:
+    missed = _in_meeting(list(job.membership.present()), [member.id for member in stalled])
     for member in stalled[:STALLED_SHOWN_MAX]:
         lasts = f"{member.id} stalled for {_seconds(now - member.progress_at)} after step {member.step}"
-        yield f"{lasts}, alive without progress: {_evict([member.id])} if it hangs"
+        yield f"{lasts}, alive without progress{missed}: {_evict([member.id])} if it hangs"
     if len(stalled) > STALLED_SHOWN_MAX:
         yield f"{len(stalled) - STALLED_SHOWN_MAX} more stalled"
 

@@ -94,6 +94,10 @@ class World:
             return arrays.unpack_into(reduced, out)
         return arrays.unpack(Value(own.form, reduced.data, reduced.dtype, reduced.shape))
 
+    async def commit(self, step: int) -> None:
+        """Vote for a step, and wait until all ranks have."""
+        await self._do(CollectiveCall(Kind.COMMIT, step=step))
+
     async def end_step(self, step: int, *, stop_wanted: int = 0, timeout_s: float | None = None) -> int:
         """Report that this rank has finished a step, and wait until all ranks have.
 

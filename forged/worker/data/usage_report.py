@@ -30,11 +30,8 @@ COMPARED_MAX = 50
 class UsageReport:
     """Reports what one worker has noted."""
 
-    def __init__(
-        self, state: SessionState, usage: SampleUsage, registration: Registration, clock: Clock, log: Log
-    ) -> None:
+    def __init__(self, state: SessionState, registration: Registration, clock: Clock, log: Log) -> None:
         self._state = state
-        self._usage = usage
         self._registration = registration
         self._clock = clock
         self._log = log
@@ -43,7 +40,16 @@ class UsageReport:
         self._reported_empty = 0
         """The newest generation of which the daemon knows that it has nothing to use."""
 
+    @property
+    def _usage(self) -> SampleUsage:
+        usage = self._state.progress.usage
+        assert usage is not None
+        return usage
+
     async def run(self) -> None:
+        """Report for ever; ends at once for a worker without a sampler."""
+        if self._state.progress.usage is None:
+            return
         told_at = self._clock.monotonic()
         while True:
             await anyio.sleep(INTERVAL_S)
@@ -55,7 +61,9 @@ class UsageReport:
                 await self.tell(is_compared=rank == 0 or (rank + self._turns) % rounds == 0)
 
     async def tell(self, *, is_compared: bool = True) -> None:
-        """Report the notes; unless `is_compared`, without those that the daemon has."""
+        """Report the notes, if there is a sampler; unless `is_compared`, without those that the daemon has."""
+        if self._state.progress.usage is None:
+            return
         try:
             if not is_compared:
                 await self._forget_known()

@@ -5,6 +5,8 @@ Invariants:
   world has ended, or the daemon has said that a member is gone or that the world changes.
 - Evidence may arrive after the exception, so it is awaited for `EVIDENCE_TIMEOUT_S`. Any other exception is the
   script's own and is raised unchanged.
+- After the commit an exception is the script's own, whatever it is, and is raised at once. The state may be half
+  changed then: the worker holds none.
 - `StepAborted` that the script raises voids the step at all ranks. Their world ends, and no worker is blamed.
 """
 
@@ -34,6 +36,9 @@ class StepErrors:
 
     def decide(self, step: int, error: Exception) -> bool:
         """Whether the step is void and is repeated, by what is known now."""
+        if self._state.current_world.is_committed:
+            self.give_up_state(step, describe(error))
+            return False
         if isinstance(error, StepAborted):
             self._void(step, error)
             return True
@@ -44,9 +49,10 @@ class StepErrors:
 
     async def decide_in_time(self, step: int, error: Exception) -> bool:
         """Whether the step is void and is repeated; waits for evidence in a world of several ranks."""
+        is_committed = self._state.current_world.is_committed
         if self.decide(step, error):
             return True
-        if isinstance(error, RequestRefused) or not self._may_learn_more:
+        if isinstance(error, RequestRefused) or is_committed or not self._may_learn_more:
             return False
         self._log.warning(
             "an exception left the step; waiting for evidence that a worker of its world is lost",
@@ -66,6 +72,14 @@ class StepErrors:
             error=describe(error),
         )
         return False
+
+    def give_up_state(self, step: int, why: str) -> None:
+        """The script has not finished a step that it has committed: its state is that of no step."""
+        current_world, self._state.progress.holds_state = self._state.current_world, False
+        current_world.is_committed = False
+        current_world.void_step(
+            f"the script of {self._state.worker.id} did not finish step {step} after its commit: {why}"
+        )
 
     def _void(self, step: int, error: StepAborted) -> None:
         current_world = self._state.current_world

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import NamedTuple, NoReturn, Self
 
+from forged.elastic.messages import MEETING_CHARS_MAX
 from forged.elastic.model import ClusterTopology, WorkerStatus
 from forged.errors import RequestRefused
 from forged.worker.collectives.world import World
@@ -37,16 +38,26 @@ class Step(int):
     _current_world: CurrentWorld
     _errors: StepErrors
     _decide: Decide
+    _commit: Callable[[], None] | None
     _was_aborted: bool | None
+    _was_committed: bool | None
 
     @classmethod
     def numbered(
-        cls, number: int, current_world: CurrentWorld, errors: StepErrors, decide: Decide | None = None
+        cls,
+        number: int,
+        current_world: CurrentWorld,
+        errors: StepErrors,
+        decide: Decide | None = None,
+        commit: Callable[[], None] | None = None,
     ) -> Self:
-        """`decide` is asked about an exception that leaves a `with step:` block; default: what is known now decides."""
+        """`decide` is asked about an exception that leaves a `with step:` block; default: what is known now decides.
+
+        `commit` waits for the vote of all ranks; None in a script with an event loop.
+        """
         step = cls(number)
-        step.is_entered, step._current_world, step._was_aborted = False, current_world, None
-        step._errors, step._decide = errors, decide or errors.decide
+        step.is_entered, step._current_world, step._was_aborted, step._was_committed = False, current_world, None, None
+        step._errors, step._decide, step._commit = errors, decide or errors.decide, commit
         return step
 
     @property
@@ -58,9 +69,28 @@ class Step(int):
         """Void the step at all ranks, which repeat it in a new world: raises `StepAborted`, inside the block."""
         raise StepAborted(reason)
 
+    @property
+    def is_committed(self) -> bool:
+        """Whether all ranks have voted for the step, so that the script changes its state."""
+        return self._current_world.is_committed if self._was_committed is None else self._was_committed
+
+    def commit(self) -> None:
+        """Wait until all ranks have come here, and change the state after that; in a script without an event loop.
+
+        Raises `StepAborted` if the world is over before. After it an exception of the step is raised unchanged and at
+        once, and a step that the script finishes is not repeated.
+        """
+        if self._commit is None:
+            raise RequestRefused(
+                "commit_asynchronous",
+                "`step.commit()` would wait for the event loop in the loop's own thread",
+                "call `await worker.commit_step()`",
+            )
+        self._commit()
+
     def end(self) -> None:
         """Keep the result: the script may hold the object while the worker does other steps."""
-        self._was_aborted = self.aborted
+        self._was_aborted, self._was_committed = self.aborted, self.is_committed
 
     def __enter__(self) -> Self:
         self.is_entered = True
@@ -88,6 +118,14 @@ class Entering(NamedTuple):
     """The number of that step."""
 
 
+def _leaving() -> RequestRefused:
+    return RequestRefused(
+        "worker_leaving",
+        "this worker is leaving and has left its world, so it has no collectives with other workers",
+        "save without collectives",
+    )
+
+
 class StepLoop:
     """The steps of one worker in one session."""
 
@@ -99,6 +137,15 @@ class StepLoop:
         self._view = session.state.view
         self._current_world = session.state.current_world
         self._progress = session.state.progress
+        self._step: Step | None = None
+        """The object of the present step."""
+
+    def step_numbered(
+        self, number: int, decide: Decide | None = None, commit: Callable[[], None] | None = None
+    ) -> Step:
+        """The object of the present step (see `Step.numbered`)."""
+        self._step = Step.numbered(number, self._current_world, self.errors, decide, commit)
+        return self._step
 
     # Between two steps.
 
@@ -109,6 +156,8 @@ class StepLoop:
         `Entering` tells those of `world_entered`, and calls `finish_entering` if none has failed.
         """
         self._process.check()
+        if self._current_world.is_committed:
+            self.errors.give_up_state(self._progress.step, "another step was begun")
         session = self._session
         rescaler = await session.register()
         if not self._state.is_leave_due:
@@ -153,9 +202,12 @@ class StepLoop:
     async def finish_step(self) -> bool:
         """Tell the other ranks that the step is finished; returns whether it is committed."""
         self._process.check()
+        if self._step is not None:
+            self._step.end()
+            self._step = None
         if not self._current_world.is_void:
             self._current_world.mark()
-            self._progress.finish_step()
+            self._progress.finish_step(is_voted=self._current_world.is_committed)
         if not await self._current_world.end_step(self._progress.step):
             return False
         self._progress.commit_step()
@@ -171,12 +223,27 @@ class StepLoop:
             return self._current_world.collective()
         own_world = self._session.drain.own_world
         if own_world is None:
-            raise RequestRefused(
-                "worker_leaving",
-                "this worker is leaving and has left its world, so it has no collectives with other workers",
-                "save without collectives",
-            )
+            raise _leaving()
         return nullcontext(own_world)
+
+    def meeting(self, name: str) -> AbstractContextManager[None]:
+        """Run collectives that are not the library's inside the block."""
+        self._process.check()
+        if not 0 < len(name) <= MEETING_CHARS_MAX:
+            limits = f"a text of 1 to {MEETING_CHARS_MAX} characters"
+            raise RequestRefused(
+                "meeting_name_invalid", f"the name of a meeting must be {limits}, got {name[:80]!r}", "shorten the name"
+            )
+        if self._state.drain.is_leaving:
+            raise _leaving()
+        return self._current_world.named_meeting(name)
+
+    async def commit_step(self) -> None:
+        """Vote for the present step, and wait until all ranks have."""
+        self._process.check()
+        if not self._current_world.is_stepping:
+            raise RequestRefused("step_missing", "a commit was called between two steps", "commit inside a step")
+        await self._current_world.commit_step(self._progress.step)
 
     # The end.
 

@@ -69,6 +69,8 @@ class Kind(StrEnum):
     ALL_GATHER = "all_gather"
     ALL_REDUCE = "all_reduce"
     END_STEP = "end_step"
+    COMMIT = "commit"
+    """The vote after which the scripts change their states."""
 
 
 class Operation(StrEnum):
@@ -124,7 +126,7 @@ class CollectiveCall(msgspec.Struct, frozen=True, array_like=True):
 
     def values_due(self, rank: int, size: int) -> int:
         """How many values a rank receives."""
-        if not self.receives(rank) or self.kind in (Kind.BARRIER, Kind.END_STEP):
+        if not self.receives(rank) or self.kind in (Kind.BARRIER, Kind.END_STEP, Kind.COMMIT):
             return 0
         return 1 if self.kind in (Kind.BROADCAST, Kind.ALL_REDUCE) else size
 

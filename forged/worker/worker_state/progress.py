@@ -2,6 +2,8 @@
 
 Invariants:
 - A finished step counts once, when it is committed, also where only the next world tells that it was.
+- A finished step for which all members have voted is reported as committed: the members that have not heard of the vote
+  take this worker's state, and this worker never repeats it.
 - The sampler advances with the steps.
 - A rate, batch or epoch that a commit does not name keeps its value until the world is entered. Then all members have
   the rate and the batch of the state source.
@@ -37,10 +39,9 @@ class TrainingProgress:
         self.worker_count = 0
         """The workers of the training state that was applied last."""
         self.learning_rate = None if learning_rate is None else arguments.rate("learning_rate", learning_rate)
-        self.global_batch_size = arguments.count(
-            "global_batch_size", global_batch_size or (0 if sampler is None else sampler.global_batch)
-        )
-        self.sampler = sampler
+        self._given_batch_size = arguments.count("global_batch_size", global_batch_size)
+        self.global_batch_size = 0
+        self.use_sampler(sampler)
         self.script_state: Any = {} if script_state is None else script_state
         """What the training script gave as its state."""
         self.counters: Counters | None = None
@@ -52,7 +53,14 @@ class TrainingProgress:
         self.holds_state = False
         self.has_finished = False
         """Whether a step is finished that may not be committed."""
+        self.is_voted = False
+        """Whether all members have voted for the finished step."""
         self.usage = None if self.sampler is None else SampleUsage(self.sampler)
+
+    def use_sampler(self, sampler: ElasticSampler | None) -> None:
+        """Draw the samples of the steps from this sampler, from the first step on."""
+        self.sampler, self.usage = sampler, None if sampler is None else SampleUsage(sampler)
+        self.global_batch_size = self._given_batch_size or (0 if sampler is None else sampler.global_batch)
 
     def end_session(self) -> None:
         """Count the last finished step as committed: its commit can no longer arrive, and the state includes it."""
@@ -75,10 +83,11 @@ class TrainingProgress:
 
     @property
     def stop_report(self) -> StopReport:
+        is_voted = self.is_voted and self.holds_state
         return StopReport(
-            self.step,
+            self.steps_applied if is_voted else self.step,
             self.holds_state,
-            self.has_finished and self.holds_state,
+            self.has_finished and self.holds_state and not is_voted,
             # The epoch of the next step, also where that epoch began after the world did.
             self.epoch if self.sampler is None else self.sampler.epoch,
             self.learning_rate,
@@ -99,9 +108,9 @@ class TrainingProgress:
         """A step that was finished and not committed is repeated."""
         self.has_finished = False
 
-    def finish_step(self) -> None:
-        """The state includes the step from now on."""
-        self.has_finished = True
+    def finish_step(self, *, is_voted: bool = False) -> None:
+        """The state includes the step from now on; `is_voted`: all members have voted for it."""
+        self.has_finished, self.is_voted = True, is_voted
         if self.usage is not None:
             self.usage.finish()
 

@@ -4,7 +4,8 @@ Invariants:
 - The parts of a session do not call each other to pass news on: they change this state and call `wake`.
 - The drain flags have one writer, `forged.worker.drain`.
 - What the script has configured is the same in every session.
-- A step counts when all ranks of the world have finished it.
+- A step counts when all ranks of the world have finished it. A rank that has finished a step for which all ranks have
+  voted never repeats it.
 - An aborted collective makes the step void, and the world is lost; the daemon is told unless the loss is known from it.
 - A world that stops does so after the same step on all ranks.
 - `on_world_over` is called once for each world that was entered, at once when no further collective will complete, and
@@ -14,6 +15,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +31,7 @@ from forged.data.training import TrainingData
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.membership.member import COLLECTIVES_PER_WORLD
 from forged.elastic.model import RANK_NONE, ClusterTopology, WorkerId, WorkerStatus, WorldOver
-from forged.errors import ForgedError
+from forged.errors import ForgedError, RequestRefused
 from forged.jobs.model import SettingValue
 from forged.log import Log
 from forged.net.transport.port import Network
@@ -46,9 +48,9 @@ from forged.worker.worker_state.progress import TrainingProgress
 OUT = (WorkerStatus.LEAVING, WorkerStatus.FAILED)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class WorkerSpec:
-    """A worker's configuration."""
+    """A worker's configuration; the sampler may be set until the worker registers."""
 
     job: str
     settings: dict[str, SettingValue] | None
@@ -109,12 +111,18 @@ class CurrentWorld:
         """Whether a collective of the present step was aborted."""
         self.is_stepping = False
         """Whether the script is inside a step."""
+        self.is_committed = False
+        """Whether all ranks have voted for the present step."""
+        self.meeting_name = ""
+        """The meeting that the script is in; empty for none."""
         self.peer_report: PeerReport | None = None
         self.loss: PeerReport | None = None
         """How the last world was lost; None in a world, and after one that has ended for a rescale."""
         self.marks = 0
         """How often the worker has come to a point where the workers of a world meet."""
         self._is_meeting = False
+        self._meeting_turn = threading.Lock()
+        """Taken without waiting only, so that a signal handler finds no deadlock."""
         self._stopped_by = 0
         """The id of the fact for which the world has stopped after its last step; 0 when it has not."""
         self.counters = counters
@@ -148,11 +156,17 @@ class CurrentWorld:
             self.status = WorkerStatus.ACTIVE
 
     def begin_step(self) -> None:
-        self.is_stepping, self.is_void = True, False
+        self.is_stepping, self.is_void, self.is_committed = True, False, False
 
     @contextmanager
     def collective(self) -> Iterator[World]:
         """Run a collective of the world inside the block, or raise `StepAborted`."""
+        if self.is_committed:
+            raise RequestRefused(
+                "step_committed",
+                "a collective was called after the step was committed, where its failure could not abort the step",
+                "call it before the commit, or after the step",
+            )
         world = self.world
         if world is None or self.is_void:
             self.is_void = True
@@ -166,6 +180,35 @@ class CurrentWorld:
             self.lose(error)
             raise StepAborted(error.message) from error
 
+    async def commit_step(self, step: int) -> None:
+        """Vote for the step, and wait until all ranks have; from then on the script changes its state."""
+        with self.collective() as world:
+            await world.commit(step)
+        self.is_committed = True
+
+    @contextmanager
+    def named_meeting(self, name: str) -> Iterator[None]:
+        """Collectives that are not the library's, inside the block; raises `StepAborted` if the world is over already.
+
+        Any thread may call it: what it changes is read between two collectives only.
+        """
+        if not self._meeting_turn.acquire(blocking=False):
+            raise RequestRefused(
+                "meeting_nested",
+                f"meeting {name!r} was begun within meeting {self.meeting_name!r}",
+                "end a meeting before the next one begins",
+            )
+        try:
+            if self.world is None or self.is_void or self.over is not None:
+                raise StepAborted("no world" if self.over is None else self.over.reason)
+            self.mark()
+            self.meeting_name = name
+            with self._meeting():
+                yield
+        finally:
+            self.meeting_name = ""
+            self._meeting_turn.release()
+
     def void_step(self, why: str) -> None:
         """The present step does not count, at any rank of the world, which ends with it."""
         self.is_void = True
@@ -174,7 +217,7 @@ class CurrentWorld:
 
     async def end_step(self, step: int) -> bool:
         """Tell the other ranks that the step is finished, unless it is void; returns whether it is committed."""
-        self.is_stepping = False
+        self.is_stepping = self.is_committed = False
         if self.world is None or self.is_void:
             return False
         try:
@@ -193,11 +236,11 @@ class CurrentWorld:
 
     @contextmanager
     def _meeting(self) -> Iterator[None]:
-        self._is_meeting = True
+        before, self._is_meeting = self._is_meeting, True
         try:
             yield
         finally:
-            self._is_meeting = False
+            self._is_meeting = before
 
     def mark(self) -> None:
         """Count that the worker has come to a point where the workers of a world meet."""

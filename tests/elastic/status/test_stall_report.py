@@ -85,6 +85,23 @@ def test_worker_that_is_blocked_in_a_rescale_is_named_too() -> None:
     assert silent.startswith("no heartbeat from b for 8 s")
 
 
+def test_meeting_to_which_a_stalled_or_late_worker_has_not_come_is_named() -> None:
+    book = formed("a", "s1", stall_timeout_ms=20_000)
+    book.heartbeat("a", "s1", step=73, collective_seq=5_000_000_000)
+    book.heartbeat("a", step=73, collective_seq=5_000_000_001)
+    book.wait(12.0, still=True)
+    book.heartbeat("s1", step=73, collective_seq=5_000_000_000, meeting="forward")
+    book.heartbeat("a", step=73, collective_seq=5_000_000_001, meeting="backward")
+    behind = "all other workers are ahead of s1, not come to meeting 'backward'"
+    assert said(book) == f"no step for 12 s, possibly a long step: {behind}"
+    book.wait(12.0, still=True)
+    book.heartbeat("a", step=73, collective_seq=5_000_000_001, meeting="backward")
+    assert said(book) == (
+        "s1 stalled for 24 s after step 73, alive without progress, not come to meeting 'backward':"
+        " `forgectl workers evict s1` if it hangs"
+    )
+
+
 def test_while_training_is_paused_no_worker_holds_it_up() -> None:
     book = formed("a", "b")
     book.coordinator.pause(book.now, "night")

@@ -40,7 +40,6 @@ class UsageFixture:
         self.progress.usage.enter(4, 0)
         self.report = UsageReport(
             self.state,
-            self.progress.usage,
             cast("Registration", self),
             VirtualClock(asyncio.get_running_loop()),
             SILENT,

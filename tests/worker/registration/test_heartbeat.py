@@ -33,7 +33,9 @@ class HeartbeatFixture:
         self._began_at = anyio.current_time()
         tasks.start_soon(self.heartbeat.run)
 
-    def beat(self, step: int, marks: int, interval_s: float, *, last_step_done: bool, is_done: bool) -> None:
+    def beat(
+        self, step: int, marks: int, interval_s: float, *, last_step_done: bool, is_done: bool, meeting: str
+    ) -> None:
         self.beats.append((round(anyio.current_time() - self._began_at, 3), interval_s))
         self.leaving.append(last_step_done)
 

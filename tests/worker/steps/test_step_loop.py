@@ -20,7 +20,7 @@ from forged.worker.worker_state.session_state import CurrentWorld, SessionState
 class World(SimpleNamespace):
     """The part of a worker's world that a step looks at."""
 
-    is_void = False
+    is_void = is_committed = False
 
 
 def numbered(world: World | None = None) -> Step:

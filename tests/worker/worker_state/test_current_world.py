@@ -181,6 +181,90 @@ async def test_marks_begin_anew_with_each_world_and_are_shown_to_the_pulse() -> 
         assert current_world.topology is topology
 
 
+class TestCommit:
+    async def test_step_is_committed_when_all_have_voted(self) -> None:
+        async with together(3) as current_worlds:
+            for one in current_worlds:
+                one.begin_step()
+            first, *others = current_worlds
+            voting = asyncio.ensure_future(first.commit_step(1))
+            await until(lambda: first.meeting is not None)
+            assert not first.is_committed
+            await each(others, lambda one: one.commit_step(1))
+            await voting
+            assert [one.is_committed for one in current_worlds] == [True] * 3
+            with pytest.raises(RequestRefused, match="before the commit"):
+                await barrier(first)
+            assert not first.is_void
+            assert await each(current_worlds, lambda one: one.end_step(1)) == [True] * 3
+            assert [one.is_committed for one in current_worlds] == [False] * 3
+
+    async def test_rank_that_ends_its_step_without_a_vote_is_an_error_at_all_ranks(self) -> None:
+        async with together(2) as (one, other):
+            one.begin_step()
+            ending = asyncio.ensure_future(other.end_step(1))
+            with pytest.raises(CollectiveMismatch, match=r"commit\(step=1\)"):
+                await one.commit_step(1)
+            with pytest.raises(CollectiveMismatch):
+                await ending
+
+    async def test_vote_in_a_world_that_ends_before_raises(self) -> None:
+        async with together(2) as (one, other):
+            one.begin_step()
+            voting = asyncio.ensure_future(one.commit_step(1))
+            await until(lambda: one.meeting is not None)
+            other.void_step("the batch is damaged")
+            with pytest.raises(StepAborted, match="damaged"):
+                await voting
+            assert (one.is_committed, one.is_void) == (False, True)
+
+
+class TestNamedMeetings:
+    async def test_meeting_is_marked_and_may_contain_a_collective(self) -> None:
+        async with together(2) as current_worlds:
+            one = current_worlds[0]
+            marks = one.marks
+            with one.named_meeting("backward"):
+                assert (one.marks, one.meeting, one.meeting_name) == (marks + 1, marks + 1, "backward")
+                await each(current_worlds, barrier)
+                assert one.meeting == marks + 2
+            assert one.meeting is None
+            assert one.meeting_name == ""
+
+    async def test_meeting_in_a_meeting_is_refused_also_in_another_thread(self) -> None:
+        async with together(1) as (one,):
+
+            def begin() -> None:
+                with one.named_meeting("forward"):
+                    raise AssertionError("it has begun")
+
+            with one.named_meeting("backward"):
+                with pytest.raises(RequestRefused, match="'forward' was begun within meeting 'backward'"):
+                    begin()
+                with pytest.raises(RequestRefused, match="'forward' was begun within meeting 'backward'"):
+                    await asyncio.to_thread(begin)
+            with one.named_meeting("forward"):
+                pass
+
+    async def test_meeting_in_a_world_that_is_over_aborts_the_step(self) -> None:
+        async with together(2) as (one, other):
+            one.begin_step()
+            await other.leave()
+            await until(lambda: bool(one.overs))
+            with pytest.raises(StepAborted, match="in good order"), one.named_meeting("backward"):
+                raise AssertionError("it has begun")
+            await one.leave()
+            with pytest.raises(StepAborted), one.named_meeting("backward"):
+                raise AssertionError("it has begun")
+
+    async def test_drain_aborts_a_meeting_in_which_the_script_waits(self) -> None:
+        async with together(2) as (one, other):
+            with one.named_meeting("backward"):
+                one.abort_collective("it is to go")
+                await until(lambda: bool(other.overs))
+            assert [over.reason for over in one.overs + other.overs] == ["it is to go"] * 2
+
+
 class TestWorldOver:
     async def test_voided_step_ends_the_world_once_at_every_rank_also_between_two_collectives(self) -> None:
         async with together(3) as current_worlds:

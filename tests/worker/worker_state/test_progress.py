@@ -63,6 +63,18 @@ def test_finished_step_without_a_transferable_state_is_not_reported() -> None:
     assert found.stop_report == StopReport(0, False, False, 0, 0.5, 32)
 
 
+def test_finished_step_for_which_all_have_voted_is_reported_as_committed() -> None:
+    found = progress_of()
+    found.receive_state(7)
+    found.begin_step()
+    found.finish_step(is_voted=True)
+    assert (found.step, found.stop_report) == (7, StopReport(8, True, False, 0, 0.5, 32))
+    found.apply_commit(commit(step=8))
+    assert (found.step, found.has_finished) == (8, False)
+    found.finish_step()
+    assert found.stop_report == StopReport(8, True, True, 0, 0.5, 32)
+
+
 @pytest.mark.parametrize("follows", ["commit", "state"])
 def test_a_finished_step_that_only_the_next_world_tells_of_counts_once(follows: str, counters: Counters) -> None:
     found = progress_of(ElasticSampler(100, 10, 1), counters)
