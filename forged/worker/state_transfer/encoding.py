@@ -89,12 +89,14 @@ class _Leaf:
         have = present if leaf_type.accepts(present) else None
         return leaf_type.from_array(self.local if self.global_shape is None else self, have)
 
-    def new(self, owner: Any, keys: Keys) -> Any:
-        """The leaf as a new value for the state of `owner`."""
-        blank = None
-        if self.global_shape is not None:
-            blank = provider_of(self.package).blank_for(owner, keys, self.local.dtype, self.global_shape)
-        return self.put_into(blank)
+    def for_object(self, owner: Any, keys: Keys, present: Callable[[], Any]) -> Any:
+        """The leaf for the state of `owner`, which is `present`: a new value, but a part goes into the present one."""
+        if self.global_shape is None:
+            return self.put_into(None)
+        have = _value_at(present(), keys)
+        if have is None:
+            have = provider_of(self.package).blank_for(owner, keys, self.local.dtype, self.global_shape)
+        return self.put_into(have)
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -344,7 +346,7 @@ def _adopted(present: Any, arrived: Any) -> Any:
     if isinstance(arrived, _Leaf):
         return arrived.put_into(present)
     if isinstance(present, StateDictHolder):
-        present.load_state_dict(_with_new_leaves(arrived, present, ()))
+        present.load_state_dict(_for_object(arrived, present))
         return present
     if isinstance(present, MutableMapping) and isinstance(arrived, Mapping):
         values = {key: _adopted(present.get(key), value) for key, value in arrived.items()}
@@ -363,18 +365,33 @@ def _adopted(present: Any, arrived: Any) -> Any:
     if _fits(present, arrived):
         present[...] = arrived
         return present
-    return _with_new_leaves(arrived, None, ())
+    return _for_object(arrived, None)
 
 
-def _with_new_leaves(arrived: Any, owner: Any, keys: Keys) -> Any:
-    """The received value with its leaves as new values for the state of `owner`."""
-    if isinstance(arrived, _Leaf):
-        return arrived.new(owner, keys)
-    if isinstance(arrived, dict):
-        return {key: _with_new_leaves(one, owner, (*keys, key)) for key, one in arrived.items()}
-    if isinstance(arrived, (list, tuple)):
-        return type(arrived)(_with_new_leaves(one, owner, (*keys, n)) for n, one in enumerate(arrived))
-    return arrived
+def _for_object(arrived: Any, owner: Any) -> Any:
+    """The received value, with leaves for the state of `owner`."""
+    present = cache(lambda: owner.state_dict() if isinstance(owner, StateDictHolder) else {})
+
+    def converted(value: Any, keys: Keys) -> Any:
+        if isinstance(value, _Leaf):
+            return value.for_object(owner, keys, present)
+        if isinstance(value, dict):
+            return {key: converted(one, (*keys, key)) for key, one in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(converted(one, (*keys, n)) for n, one in enumerate(value))
+        return value
+
+    return converted(arrived, ())
+
+
+def _value_at(state: Any, keys: Keys) -> Any:
+    """The value that a state has at these keys; None if it has none."""
+    for key in keys:
+        try:
+            state = state[key]
+        except (LookupError, TypeError):
+            return None
+    return state
 
 
 def _fits(present: Any, arrived: Any) -> bool:
