@@ -39,6 +39,7 @@ from forged.worker.host_slots import WorkerSlots
 from forged.worker.process.sigterm import heeding_sigterm
 from forged.worker.state_transfer.encoding import copy_of
 from forged.worker.steps.step_loop import Entering, Step
+from forged.worker.steps.world_store import WorldStore
 from forged.worker.transport.peer_tls import PeerTls
 from forged.worker.worker import JOB, ElasticWorker
 
@@ -59,6 +60,22 @@ class BlockingTransfers(BlockingFacade[DataTransferManager]):
 
     def _run(self, call: Callable[[DataTransferManager], Awaitable[R]]) -> R:
         return self._training._run(lambda worker: call(worker.transfers))
+
+
+class BlockingWorldStore(BlockingFacade[WorldStore]):
+    """Small values that the workers of one world share; callable in any thread of the script."""
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+
+    set = blocking(WorldStore.set)
+    get = blocking(WorldStore.get)
+    get_now = blocking(WorldStore.get_now)
+    add = blocking(WorldStore.add)
+    delete = blocking(WorldStore.delete)
+
+    def _run(self, call: Callable[[WorldStore], Awaitable[R]]) -> R:
+        return self._training._run(lambda worker: call(worker.world_store))
 
 
 class Training(BlockingFacade[ElasticWorker]):
@@ -220,6 +237,11 @@ class Training(BlockingFacade[ElasticWorker]):
         """The values of all ranks in rank order, at the root; None at the other ranks."""
         instead: list[Any] | None = [value]
         return self._together(lambda worker: worker.gather(value, root), instead)
+
+    @property
+    def world_store(self) -> BlockingWorldStore:
+        """Small values that the workers of the present world share."""
+        return BlockingWorldStore(self)
 
     def _together(self, act: Callable[[ElasticWorker], Awaitable[R]], instead: R) -> R:
         try:

@@ -34,7 +34,15 @@ from forged.worker.errors import ABORTED, WorldIncomplete
 from forged.worker.state_transfer.transfer import StateFetch, StateServer
 from forged.worker.transport import peer_messages
 from forged.worker.transport.bulk_channel import BulkTransport, SocketBulkTransport
-from forged.worker.transport.peer_link import PEER_LIMITS, AcceptedLink, Dialler, Inbox, PeerLink, memory_for_peers
+from forged.worker.transport.peer_link import (
+    PEER_LIMITS,
+    UNREAD_IN_WORLD_MAX,
+    AcceptedLink,
+    Dialler,
+    Inbox,
+    PeerLink,
+    memory_for_peers,
+)
 from forged.worker.transport.peer_messages import NONCE_BYTES, Answer, PeerHello, Purpose
 
 __all__ = ["Mesh", "World"]
@@ -207,7 +215,7 @@ class Mesh:
         hub, world = topology.workers[0], peer_messages.digest_of(topology.workers)
 
         for pause_s in MEETING.delays(self._random.random):
-            endpoint.link, inbox = None, Inbox()
+            endpoint.link, inbox = None, Inbox(UNREAD_IN_WORLD_MAX)
             try:
                 link = await self._dialler.dial(
                     hub, Purpose.MEMBER, endpoint.generation, inbox, rank=endpoint.rank, world=world

@@ -53,6 +53,7 @@ from forged.worker.process.sigterm import SIGTERM_REASON
 from forged.worker.process.worker_process import OwnProcess, WorkerProcess
 from forged.worker.session import WorkerSession, open_session, reason_of
 from forged.worker.steps.step_loop import Entering, Step, StepLoop
+from forged.worker.steps.world_store import WorldStore
 from forged.worker.transport.bulk_channel import BulkTransport
 from forged.worker.transport.peer_tls import PeerTls
 from forged.worker.worker_state.progress import TrainingProgress
@@ -564,6 +565,11 @@ class ElasticWorker:
         """The sum, mean, minimum or maximum over all ranks."""
         with self.step_loop.collective() as world:
             return await world.all_reduce(array, op)
+
+    @property
+    def world_store(self) -> WorldStore:
+        """Small values that the workers of the present world share."""
+        return WorldStore(lambda: self._state.current_world)
 
     # A rescale and a standstill call these methods (`forged.worker.events.RescaleHooks`), and each step the last one; a
     # subclass may override them.

@@ -21,8 +21,9 @@ from anyio.abc import TaskGroup
 from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable, describe
 from forged.worker.collectives import arrays
 from forged.worker.collectives.hub import Collected, Hub
+from forged.worker.collectives.store import StoreCalls, StoreValues
 from forged.worker.errors import ABORTED, STEP_VOIDED, CollectiveAborted, CollectiveMismatch
-from forged.worker.transport.peer_link import AcceptedLink, Inbox, PeerLink, frame_of
+from forged.worker.transport.peer_link import UNREAD_IN_WORLD_MAX, AcceptedLink, Inbox, PeerLink, frame_of
 from forged.worker.transport.peer_messages import (
     Aborted,
     Answer,
@@ -33,6 +34,8 @@ from forged.worker.transport.peer_messages import (
     PeerMessage,
     Result,
     Started,
+    StoreAnswer,
+    StoreCall,
     Value,
 )
 
@@ -84,7 +87,8 @@ class Endpoint(ABC):
         """Called at once when no further collective will complete. The hub calls it when a member has left, too, though
         the world ends with the next collective only."""
         self._tasks = tasks
-        self._inbox = Inbox()
+        self._inbox = Inbox(UNREAD_IN_WORLD_MAX)
+        self.store_calls = StoreCalls(self._send_store_call)
         self._receiving = anyio.CancelScope()
         """The task that handles messages between two calls; it ends with the world."""
         self._number = 0
@@ -187,6 +191,7 @@ class Endpoint(ABC):
         self.ending = ending
         self._receiving.cancel()
         self._inbox.wake()
+        self.store_calls.end(ending.error())
         self.on_over(ending)
 
     @abstractmethod
@@ -196,6 +201,10 @@ class Endpoint(ABC):
     @abstractmethod
     def _contribute(self, contribution: Contribution) -> None:
         """Send the rank's part of a collective; the result is delivered later, or at once."""
+
+    @abstractmethod
+    def _send_store_call(self, call: StoreCall) -> None:
+        """Bring a call of the store to the hub."""
 
     @abstractmethod
     def _missing(self) -> str:
@@ -219,6 +228,7 @@ class HubEndpoint(Endpoint):
         """Set when all members are connected, or the world has ended."""
         self._digest = digest
         self._hub = Hub(names)
+        self._values = StoreValues()
         self._links: dict[int, AcceptedLink] = {}
         self._session_ids: dict[int, bytes] = {}
         self._ranks: dict[PeerLink, int] = {}
@@ -293,6 +303,8 @@ class HubEndpoint(Endpoint):
             self._lose(rank, link, message)
         elif isinstance(message, Contribution) and self._is_started:
             self._take(rank, message)
+        elif isinstance(message, StoreCall) and self._is_started:
+            self._take_store_call(rank, message)
         elif isinstance(message, Aborted):
             self._end(self._ending_of(message))
         elif isinstance(message, Left):
@@ -324,7 +336,17 @@ class HubEndpoint(Endpoint):
     def _end_without_those_who_left(self) -> None:
         self._end(aborted(f"{self._hub.listed(self._left)} left the world in good order"))
 
+    def _take_store_call(self, rank: int, call: StoreCall) -> None:
+        for to, answer in self._values.take(rank, call):
+            if to == 0:
+                self.store_calls.take(answer)
+            else:
+                self._links[to].send(answer)
+
     # Rank 0 itself.
+
+    def _send_store_call(self, call: StoreCall) -> None:
+        self._take_store_call(0, call)
 
     def _contribute(self, contribution: Contribution) -> None:
         self._take(0, contribution)
@@ -413,6 +435,8 @@ class MemberEndpoint(Endpoint):
     def _handle(self, link: PeerLink, message: PeerMessage | ForgedError) -> None:
         if isinstance(message, Result):
             self._deliver(message)
+        elif isinstance(message, StoreAnswer):
+            self.store_calls.take(message)
         elif isinstance(message, ForgedError):
             self._over(aborted(f"{self._hub_name} was lost: {message.message}", self.names[0]))
         elif isinstance(message, Aborted):
@@ -431,6 +455,10 @@ class MemberEndpoint(Endpoint):
     def _contribute(self, contribution: Contribution) -> None:
         assert self.link is not None
         self.link.send(contribution)
+
+    def _send_store_call(self, call: StoreCall) -> None:
+        assert self.link is not None
+        self.link.send(call)
 
     def _missing(self) -> str:
         return ""

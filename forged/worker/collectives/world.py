@@ -29,6 +29,7 @@ class World:
         self.rank = endpoint.rank
         self.names = endpoint.names
         """The ids of the workers, by rank."""
+        self.store_calls = endpoint.store_calls
 
     @property
     def size(self) -> int:

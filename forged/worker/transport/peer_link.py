@@ -38,6 +38,7 @@ from forged.worker.transport import peer_messages
 from forged.worker.transport.peer_messages import (
     MESSAGE_BYTES_MAX,
     NONCE_BYTES,
+    STORE_CALLS_MAX,
     VERSION_MAX,
     VERSION_MIN,
     Accepted,
@@ -60,6 +61,8 @@ PEER_LIMITS = ConnectionLimits(
 )
 UNREAD_MAX = 4
 """How many messages a peer sends at most without an answer to the first, with one to spare."""
+UNREAD_IN_WORLD_MAX = UNREAD_MAX + 2 * STORE_CALLS_MAX
+"""The same between members of a world, each of whose calls of the store may be followed by another message."""
 PEER_BYTES_MAX = 2 * MESSAGE_BYTES_MAX
 """The bytes of unfinished messages that one peer may send at once; further ones wait."""
 UNFINISHED_BYTES_MAX = 4 * MESSAGE_BYTES_MAX

@@ -39,6 +39,8 @@ PARTS_MAX = 1 << 17
 OVERHEAD_BYTES = 2 << 20
 """The size of a message without its payload."""
 MESSAGE_BYTES_MAX = COLLECTIVE_BYTES_MAX + OVERHEAD_BYTES
+STORE_CALLS_MAX = 32
+"""How many calls of the store of its world a member has unanswered."""
 DIMENSIONS_MAX = 64
 CHECKSUM_BYTES = 16
 """The size of a shard's xxh3-128."""
@@ -260,6 +262,40 @@ class ShardSent(Message, frozen=True, array_like=True, tag=15):
     has_changed: bool
 
 
+class StoreAction(StrEnum):
+    """What a rank does with a value of its world."""
+
+    SET = "set"
+    GET = "get"
+    ADD = "add"
+    DELETE = "delete"
+    FORGET = "forget"
+    """To wait no longer for the `get` of the same number."""
+
+
+class StoreCall(Message, frozen=True, array_like=True, tag=17):
+    """A member's call of the store of its world; `waits`: the answer comes once the key is set."""
+
+    number: Count
+    action: StoreAction
+    key: str
+    value: bytes = b""
+    delta: Annotated[int, Meta(ge=-INTEGER_MAX, le=INTEGER_MAX)] = 0
+    waits: bool = False
+
+
+class StoreAnswer(Message, frozen=True, array_like=True, tag=18):
+    """The hub's answer to the call of that number; with a code if it was refused."""
+
+    number: Count
+    value: bytes | None = None
+    number_in: int = 0
+    """The sum after an addition; after a deletion, whether the key was set."""
+    code: str = ""
+    text: str = ""
+    fix: str = ""
+
+
 class PeerHello(Message, frozen=True, array_like=True, tag=16):
     """The first message, from the dialler, which says nothing before the listener has proven that it knows the key."""
 
@@ -284,6 +320,8 @@ PeerMessage = (
     | ShardComing
     | ShardSent
     | PeerHello
+    | StoreCall
+    | StoreAnswer
 )
 
 encode = msgspec.msgpack.Encoder().encode
