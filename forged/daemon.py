@@ -59,8 +59,9 @@ from forged.kernel.store.port import BackedUp, Store
 from forged.log import SILENT, Log
 from forged.memory.book.device_table import MemoryLimits as DeviceMemoryLimits
 from forged.memory.messages import REQUESTS as MEMORY_REQUESTS
-from forged.memory.ports import WorkersPort
+from forged.memory.ports import EvictionPort, WorkersPort
 from forged.memory.service import MemoryService
+from forged.memory.settings import require_valid as require_valid_memory
 from forged.net.server import Server
 from forged.net.tickets import SideConnections, TicketRegistry
 from forged.net.transport.connection import ConnectionLimits
@@ -248,7 +249,9 @@ class Daemon:
                 registered=self.elastic.registered_workers,
                 generation=self.elastic.generation,
             ),
+            EvictionPort(settings=self.jobs.settings, is_saved=self.catalog.book.table.has_complete),
             limits=_device_memory_limits(config),
+            default_eviction=config.memory_eviction,
             log=ports.log,
         )
 
@@ -418,6 +421,7 @@ class Daemon:
         self.registry.state.set_bytes_max(config.registry_bytes_max)
         self.slots.table.set_limits(_slot_limits(config))
         self.memory.table.set_limits(_device_memory_limits(config))
+        self.memory.table.default_eviction = config.memory_eviction
         self.plugins.set_limits(_plugin_limits(config))
 
     async def _is_refused(self, worker: WorkerId, seen_at: str) -> bool:
@@ -458,6 +462,7 @@ def _require_settings(job: str, settings: Mapping[str, SettingValue]) -> None:
     """Refuse invalid settings of a job."""
     require_meant(job, settings)
     require_valid(job, settings)
+    require_valid_memory(job, settings)
 
 
 def _retention_defaults(config: Config) -> Mapping[str, SettingValue]:

@@ -238,7 +238,7 @@ def limits_in_force(daemon: Daemon) -> list[Any]:
     )
     return [
         *((one._limit, one._reserve, one._each_max) for one in shares),
-        (daemon.journal.facts_max, daemon.journal.bytes_max, daemon.bus.backlog_max),
+        (daemon.journal.facts_max, daemon.journal.bytes_max, daemon.bus.backlog_max, memory.default_eviction),
         (daemon.server.limits, daemon.server.memory._limits, daemon.data.limits, daemon.tokens._policy),
         (daemon.catalog.book.table.roots, daemon.catalog.work.scrub_bytes_per_s),
         (daemon.catalog.book.policies._defaults, daemon.plugins._caller.limits, daemon.reporter.facts._per_s_max),
@@ -249,7 +249,7 @@ def changed(key: str) -> Any:
     """Another value of a setting."""
     value = getattr(Config(), key)
     if isinstance(value, str):
-        return {"checkpoint_metric": "accuracy"}.get(key, "viewer")
+        return {"checkpoint_metric": "accuracy", "memory_eviction": "cost"}.get(key, "viewer")
     if isinstance(value, bool):
         return not value
     if key == "certificate_roles":

@@ -85,6 +85,7 @@ class Config:
     principal_memory_blocks_max: int = 3 << 17
     memory_waiting_max: int = 512
     principal_memory_waiting_max: int = 384
+    memory_eviction: str = "lru"
     in_flight_max: int = 1024
     backlog_max: int = 50_000
     hello_timeout_s: float = 5.0
@@ -153,6 +154,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "unix_other_role": ROLES,
     "own_user_loopback_role": ROLES,
     "anonymous_loopback_role": ROLES,
+    "memory_eviction": ("lru", "cost"),
     "log_level": ("debug", "info", "warning", "error"),
     "log_format": ("auto", "json", "pretty"),
 }

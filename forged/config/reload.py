@@ -50,6 +50,7 @@ LIVE = frozenset(
         "principal_memory_blocks_max",
         "memory_waiting_max",
         "principal_memory_waiting_max",
+        "memory_eviction",
         "in_flight_max",
         "backlog_max",
         "hello_timeout_s",

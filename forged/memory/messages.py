@@ -38,7 +38,10 @@ class HeldBlock(msgspec.Struct, frozen=True):
     """Its owner."""
     block: MemoryBlock
     content: str = ""
-    """The checkpoint (storage path) that has this content, if one has: its eviction is nearly free."""
+    """The checkpoint, by its id or storage path, that has this content, if one has.
+
+    If the catalogue has it as complete, the eviction is nearly free.
+    """
     reload_s: float | None = None
     """What it costs to bring the content back, by the owner's estimate."""
 
@@ -131,6 +134,8 @@ class DeviceView(msgspec.Struct, frozen=True):
     forecast: Forecast
     is_asserting: bool
     """Whether the daemon has restarted and waits for the owners of blocks."""
+    eviction: str
+    """By which policy cached blocks give way: `lru` or `cost`."""
 
 
 class FitPlace(msgspec.Struct, frozen=True):

@@ -51,7 +51,8 @@ from forged.memory.messages import (
     PlanCompaction,
     RegisterDevice,
 )
-from forged.memory.ports import WorkersPort
+from forged.memory.pool.eviction import LRU
+from forged.memory.ports import EvictionPort, WorkersPort
 from forged.rate_limit import RateLimit
 
 OWNER = "memory"
@@ -70,9 +71,17 @@ class MemoryService:
     """The devices of all jobs."""
 
     def __init__(
-        self, bus: Bus, clock: Clock, workers: WorkersPort, *, limits: MemoryLimits | None = None, log: Log = SILENT
+        self,
+        bus: Bus,
+        clock: Clock,
+        workers: WorkersPort,
+        eviction: EvictionPort | None = None,
+        *,
+        limits: MemoryLimits | None = None,
+        default_eviction: str = LRU,
+        log: Log = SILENT,
     ) -> None:
-        self.table = DeviceTable(limits or MemoryLimits())
+        self.table = DeviceTable(limits or MemoryLimits(), eviction or EvictionPort(), default_eviction)
         self._allocation = Allocation(self.table)
         self._assertion = Assertion(self.table)
         self._compactions = Compactions(self.table, self._allocation)
@@ -141,7 +150,7 @@ class MemoryService:
         device = self.table.register(request, self._owner(request, call, now), now)
         self._has_devices.set()
         self._record_facts()
-        return device.view()
+        return device.view(self.table.eviction_of(request.job))
 
     def _allocate(self, request: AllocateMemory, call: Call) -> list[Allocated] | Awaitable[list[Allocated]]:
         now = self._now()

@@ -10,6 +10,7 @@ import anyio
 
 from forged.auth.model import Principal, Role
 from forged.elastic.messages import WorkerFailed
+from forged.jobs.model import SettingValue
 from forged.kernel.messages import Call, Decision, Fact, Fence, Request
 from forged.log import SILENT, Log
 from forged.memory.book.device import Device
@@ -32,7 +33,7 @@ from forged.memory.messages import (
 )
 from forged.memory.model import AllocationRequest, GpuDevice
 from forged.memory.pool.validation import validate
-from forged.memory.ports import WorkersPort
+from forged.memory.ports import EvictionPort, WorkersPort
 from forged.memory.service import MemoryService
 from tests.kernel_fixture import Kernel, running
 
@@ -57,7 +58,12 @@ class MemoryDaemon:
             lambda job, worker_id, incarnation: self.workers.get((job, worker_id)) == incarnation,
             lambda: self.at_start,
         )
-        self.service = MemoryService(kernel.bus, kernel.clock, port, limits=limits, log=log)
+        self.settings: dict[str, SettingValue] = {}
+        """Of the job."""
+        self.saved: set[str] = set()
+        """The checkpoints of the job that are complete."""
+        eviction = EvictionPort(lambda job: self.settings, lambda job, content: content in self.saved)
+        self.service = MemoryService(kernel.bus, kernel.clock, port, eviction, limits=limits, log=log)
         kernel.ledger.register(self.service)
         kernel.bus.dispatcher.fence_of = lambda job: Fence(1, 0) if job == JOB else None
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from forged.catalog.messages import CompleteCheckpoint, StartCheckpoint
 from forged.client import ForgedClient
 from forged.client.client import EARLIEST
 from forged.elastic.messages import JoinJob
@@ -43,10 +44,11 @@ def client_of(runner: DaemonRunner) -> ForgedClient:
     return ForgedClient(runner.endpoint, reconnect=SOON)
 
 
-async def join(client: ForgedClient, name: str) -> None:
+async def join(client: ForgedClient, name: str, **more: SettingValue) -> None:
     settings: dict[str, SettingValue] = {
         "worker_heartbeat_timeout_ms": HEARTBEAT_MS,
         "reconnect_grace_ms": HEARTBEAT_MS,
+        **more,
     }
     worker = WorkerId(name, "127.0.0.1", 1)
     await client.request(JoinJob(JOB, worker, INCARNATIONS[name], os.getpid(), settings=settings))
@@ -128,6 +130,32 @@ async def test_blocks_are_asserted_after_a_restart_and_a_liar_is_refused(runner:
         # Another process cannot speak for the worker.
         with pytest.raises(ForgedError, match="not registered"):
             await client.free_memory(JOB, "w0", os.urandom(16), GPU, handles)
+
+
+async def test_blocks_of_a_complete_checkpoint_give_way_first_by_cost(runner: DaemonRunner) -> None:
+    async with client_of(runner) as client, asyncio.timeout(HANGS_S):
+        await join(client, "w0", memory_eviction="cost")
+        await register(client)
+        me = JOB, "w0", INCARNATIONS["w0"]
+        started = [
+            await client.request(
+                StartCheckpoint(*me, epoch=0, step=step, storage_path=f"/c/{step}", save_id=f"{step:08}")
+            )
+            for step in range(2)
+        ]
+        await client.request(CompleteCheckpoint(*me, started[1].checkpoint_id, SIZE, 1.0))
+        names = "computed", "unsaved", "by id", "by path"
+        contents = "", started[0].checkpoint_id, started[1].checkpoint_id, "/c/1"
+        wanted = [
+            Wanted(name, AllocationRequest(name, SIZE), content=content, cached=True)
+            for name, content in zip(names, contents, strict=True)
+        ]
+        await client.allocate_memory(*me, GPU, wanted)
+        for name, victim in (("a", "by id"), ("b", "by path"), ("c", "computed")):
+            (reply,) = await allocate(client, name)
+            assert reply.evicted == [f"w0:{victim}"]
+        with pytest.raises(ForgedError, match="memory_eviction"):
+            await client.create_job("other", {"memory_eviction": "fifo"})
 
 
 async def test_owners_move_blocks_by_a_plan_of_the_daemon(runner: DaemonRunner) -> None:

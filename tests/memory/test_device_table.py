@@ -30,6 +30,7 @@ from forged.memory.messages import (
 )
 from forged.memory.model import AllocationRequest, BlockStatus, GpuDevice
 from forged.memory.pool.validation import validate
+from forged.memory.ports import EvictionPort
 from forged.memory.waiting import Waiting
 from forged.shares import Holder
 
@@ -59,7 +60,7 @@ class Tenants(RuleBasedStateMachine):
         self._start(frozenset())
 
     def _start(self, at_start: frozenset[tuple[str, bytes]]) -> None:
-        self.table = DeviceTable(MemoryLimits(8, 8, 64, 20, 8, 8))
+        self.table = DeviceTable(MemoryLimits(8, 8, 64, 20, 8, 8), EvictionPort())
         self.allocation = Allocation(self.table)
         self.assertion = Assertion(self.table)
         self.compactions = Compactions(self.table, self.allocation)

@@ -10,7 +10,7 @@ from forged.auth.model import Principal, Role
 from forged.elastic.messages import WorkerLeft
 from forged.errors import ForgedError, RequestRefused, Unavailable
 from forged.jobs.model import JobRemoved
-from forged.memory.book import allocation, compactions
+from forged.memory.book import allocation, compactions, device_table
 from forged.memory.book.allocation import SEARCHES_MAX
 from forged.memory.book.compactions import PLAN_S
 from forged.memory.book.device_table import ASSERT_S, MemoryLimits
@@ -203,6 +203,57 @@ async def test_cached_blocks_give_way() -> None:
             BlockEvicted(GPU, ["w1:b1", "w1:b2"], 2, 32 * KIB, "tensor of new", "w0")
         ]
         await refused("memory_block_unknown", memory.free(held[1], worker="w1"))
+
+
+@on_virtual_time
+async def test_the_setting_of_the_job_chooses_what_gives_way() -> None:
+    async with memory_daemon() as memory:
+        await memory.register()
+        assert (await memory.view()).eviction == "lru"
+        memory.service.table.default_eviction = "cost"
+        assert (await memory.view()).eviction == "cost"
+        memory.settings["memory_eviction"] = "lru"
+        assert (await memory.view()).eviction == "lru"
+        memory.settings["memory_eviction"] = "cost"
+        for name, reload_s in (("oldest", 60.0), ("cheap", 0.1), ("newest", 60.0)):
+            await memory.take(name, 16 * KIB, cached=True, reload_s=reload_s)
+            await anyio.sleep(1.0)
+        await memory.take("held", 16 * KIB)
+        (place,) = await memory.ask(FindFit(JOB, 16 * KIB))
+        assert (place.offset, place.reload_s) == (16 * KIB, 0.1)
+        assert (await memory.take("large", 16 * KIB)).evicted == ["w0:cheap"]
+        memory.settings["memory_eviction"] = "lru"
+        assert (await memory.take("larger", 16 * KIB)).evicted == ["w0:oldest"]
+
+
+@on_virtual_time
+async def test_content_is_cheap_to_evict_while_the_catalogue_has_its_checkpoint() -> None:
+    async with memory_daemon() as memory:
+        memory.settings["memory_eviction"] = "cost"
+        await memory.register()
+        for name in ("computed", "unknown", "saved", "held"):
+            await memory.take(name, 16 * KIB, cached=name != "held", content="" if name == "computed" else name)
+        memory.saved.add("saved")
+        assert (await memory.take("first", 16 * KIB)).evicted == ["w0:saved"]
+        assert (await memory.take("second", 16 * KIB)).evicted == ["w0:computed"]
+
+
+@on_virtual_time
+async def test_compaction_evicts_by_the_policy_of_the_job() -> None:
+    async with memory_daemon() as memory:
+        memory.settings["memory_eviction"] = "cost"
+        held = await filled(memory, 8)
+        assert held[0].handle is not None
+        await memory.free(handles(held)[0])
+        for name, content in ((2, ""), (4, ""), (6, "saved")):
+            await memory.change("cache", handles(held)[name], content=content)
+        memory.saved.add("saved")
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(lambda: memory.allocate(wanted("large", 16 * KIB), worker="w1", wait_s=60.0))
+            await anyio.sleep(1.0)
+            (evicted,) = memory.kernel.facts(BlockEvicted)
+            assert evicted.blocks == ["w0:b6"]
+            tasks.cancel_scope.cancel()
 
 
 @on_virtual_time
@@ -443,11 +494,11 @@ async def test_requests_that_wait_are_bounded() -> None:
 async def test_searches_for_a_request_that_waits_take_a_bounded_share_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
     searched: list[int] = []
 
-    def find_room(core: PoolCore, size: int, alignment: int) -> RoomPlan | None:
+    def find_room(core: PoolCore, size: int, *more: Any) -> RoomPlan | None:
         searched.append(size)
-        return eviction.find_room(core, size, alignment)
+        return eviction.find_room(core, size, *more)
 
-    monkeypatch.setattr(allocation, "find_room", find_room)
+    monkeypatch.setattr(device_table, "find_room", find_room)
     monkeypatch.setattr(allocation, "SEARCHED_BLOCKS_MAX", 4)
     monkeypatch.setattr(allocation, "SEARCHED_BLOCKS_PER_S", 1)
     monkeypatch.setattr(compactions, "PLAN_BLOCKS_MAX", 0)

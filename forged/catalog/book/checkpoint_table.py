@@ -16,7 +16,7 @@ from forged.catalog import errors
 from forged.catalog.book.changes import Change
 from forged.catalog.catalog_index import CatalogIndex
 from forged.catalog.messages import CheckpointOperationFailed, CheckpointRepaired
-from forged.catalog.model import CheckpointMeta
+from forged.catalog.model import CheckpointMeta, CheckpointState
 from forged.catalog.ports import CheckpointLocation
 from forged.catalog.records import RECORD_OVERHEAD_BYTES, CheckpointRecord, Moment, decoded, encoded, root_of
 from forged.errors import RequestRefused
@@ -79,6 +79,13 @@ class CheckpointTable:
         """The checkpoint of a job with this path and save id."""
         record = self.records.get(self._at.get((job, path), {}).get(save_id, ""))
         return None if record is None else record.meta
+
+    def has_complete(self, job: str, name: str) -> bool:
+        """Whether a job has a complete checkpoint of this id or storage path."""
+        record = self.records.get(name)
+        if record is None or record.job != job:
+            record = self.record_at(job, name)
+        return record is not None and record.meta.state is CheckpointState.COMPLETE
 
     def known(self, job: str, path: str, save_id: str, files_job: str) -> CheckpointRecord | None:
         """The job's checkpoint of this path and save id; refused if the files are those of another job's."""

@@ -71,7 +71,8 @@ def _fields(view: Row) -> Row:
     if capability not in ("", "0.0"):
         fields["compute capability"] = capability
     fields |= stats_in_words(answers.map_in(view, "stats"))
-    fields |= {"evictable": size(view.get("evictable_bytes")), "pressure": percent(view.get("pressure"))}
+    fields |= {"evictable": size(view.get("evictable_bytes")), "eviction": view.get("eviction")}
+    fields |= {"pressure": percent(view.get("pressure"))}
     fields |= forecast_in_words(view) | {"waiting": view.get("waiting")}
     if view.get("is_asserting"):
         fields["state"] = "asserting: the daemon has restarted and waits for the owners of blocks"

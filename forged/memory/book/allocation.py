@@ -35,7 +35,6 @@ from forged.memory.model import AllocationRequest, BlockStatus
 from forged.memory.pool.blocks import Block
 from forged.memory.pool.compaction import largest_hole
 from forged.memory.pool.core import require_changeable
-from forged.memory.pool.eviction import find_room
 from forged.memory.pool.shortage import missing_room
 from forged.memory.waiting import Waiting
 from forged.rate_limit import TokenBucket
@@ -142,7 +141,7 @@ class Allocation:
             return _NONE
         if attempt.waits and not self._may_search(device, now):
             return _NONE
-        room = find_room(core, request.size, request.alignment)
+        room = self._table.find_room(device, request.size, request.alignment)
         # The blocks of one request do not evict each other.
         own = {attempt.owner.block_id(name) for name in attempt.found}
         if room is None or any(victim.block_id in own for victim in room.victims):
@@ -294,7 +293,7 @@ class Allocation:
         self._table.facts.append((device.owner.job, fact))
 
     def evict_for_compaction(self, device: Device, attempt: Attempt) -> None:
-        """Evict what compaction needs besides the free bytes, in the order of last use."""
+        """Evict what compaction needs besides the free bytes, in the order of the eviction policy."""
         request, core = attempt.missing[0].request, device.core
         needed, _ = core.needed(request.size, request.alignment)
         movable = largest_hole(core, evicting=False)
@@ -303,7 +302,7 @@ class Allocation:
         # The blocks of one request do not evict each other.
         own = {attempt.owner.block_id(name) for name in attempt.found}
         evicted, size = list[Block](), 0
-        for block in core.least_recent():
+        for block in self._table.eviction_order(device):
             if block.block_id not in own and size < needed - movable:
                 evicted.append(block)
                 size += block.size

@@ -109,7 +109,7 @@ class Device:
         left = seconds_left(obtainable, rate)
         return Forecast(rate.middle, left.middle, left.low, left.high, obtainable, len(self.usage))
 
-    def view(self) -> DeviceView:
+    def view(self, eviction: str) -> DeviceView:
         core = self.core
         return DeviceView(
             self.name,
@@ -122,6 +122,7 @@ class Device:
             len(self.queue),
             self.forecast(),
             self.assert_until is not None,
+            eviction,
         )
 
     def plan_view(self, plan: MovePlan, expires_in_s: float) -> CompactionPlan:

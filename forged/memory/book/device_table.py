@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 
 from forged.errors import ForgedError
@@ -20,6 +21,9 @@ from forged.memory.book.device import Device, Moment, Owner, WorkerKey
 from forged.memory.messages import BlocksFreed, CompactionEnded, DeviceRegistered, DeviceRemoved, RegisterDevice
 from forged.memory.pool.blocks import Block
 from forged.memory.pool.core import PoolCore
+from forged.memory.pool.eviction import LRU, RoomPlan, eviction_order, find_room
+from forged.memory.ports import EvictionPort
+from forged.memory.settings import eviction_of
 from forged.shares import Holder, Shares
 
 SIZE_MAX = (1 << 63) - 1
@@ -54,7 +58,7 @@ class MemoryCounts:
 class DeviceTable:
     """All devices, by job and name."""
 
-    def __init__(self, limits: MemoryLimits) -> None:
+    def __init__(self, limits: MemoryLimits, eviction: EvictionPort, default_eviction: str = LRU) -> None:
         self.last_epoch = 0
         """Compaction plans of new devices have later epochs: a plan of a device that is gone is never taken for one."""
         self.jobs: dict[str, dict[str, Device]] = {}
@@ -65,6 +69,9 @@ class DeviceTable:
         self.block_shares = Shares("blocks of GPU memory", 0)
         self.device_shares = Shares("GPU devices", 0)
         self.waiting_shares = Shares("requests that wait for GPU memory", 0)
+        self.default_eviction = default_eviction
+        """The eviction policy of jobs whose settings name none."""
+        self._eviction = eviction
         self.set_limits(limits)
         self._at_start: dict[str, set[WorkerKey]] = {}
         """The workers that were registered when the daemon started, and are not gone."""
@@ -86,6 +93,22 @@ class DeviceTable:
         """The daemon starts: these workers of each job may hold blocks that it does not know."""
         self._at_start = {job: set(keys) for job, keys in workers.items()}
         self._unsettled = {job: set(keys) for job, keys in self._at_start.items()}
+
+    # Eviction.
+
+    def eviction_of(self, job: str) -> str:
+        """The eviction policy of the job's devices."""
+        return eviction_of(self._eviction.settings(job), self.default_eviction)
+
+    def find_room(self, device: Device, size: int, alignment: int) -> RoomPlan | None:
+        """How eviction makes room on a device by the policy of its job, or None; changes nothing."""
+        job = device.owner.job
+        return find_room(device.core, size, alignment, self.eviction_of(job), partial(self._eviction.is_saved, job))
+
+    def eviction_order(self, device: Device) -> Iterable[Block]:
+        """The blocks that may be evicted from a device, by the policy of its job."""
+        job = device.owner.job
+        return eviction_order(device.core, self.eviction_of(job), partial(self._eviction.is_saved, job))
 
     # Workers.
 

@@ -11,7 +11,6 @@ from forged.memory.book.device_table import SIZE_MAX, DeviceTable
 from forged.memory.errors import SizeBeyondDevice
 from forged.memory.messages import BlockPage, DevicePage, FindFit, FitPlace, ListBlocks, ListDevices
 from forged.memory.pool.compaction import plan_hole
-from forged.memory.pool.eviction import find_room
 from forged.pagination import PAGE_ENTRIES_MAX, ascending, take_page
 
 EVICTIONS_MAX, PLANS_MAX = 64, 8
@@ -28,7 +27,8 @@ class MemoryQuestions:
 
     def devices(self, request: ListDevices) -> DevicePage:
         devices = self._table.jobs.get(request.job, {})
-        views = (devices[name].view() for name in ascending(devices, request.after))
+        eviction = self._table.eviction_of(request.job)
+        views = (devices[name].view(eviction) for name in ascending(devices, request.after))
         return DevicePage(*take_page(views, request.limit))
 
     def blocks(self, request: ListBlocks) -> BlockPage:
@@ -73,7 +73,7 @@ class MemoryQuestions:
             if blocks > BLOCKS_MAX or len(left) == EVICTIONS_MAX:
                 break
             left.append(device)
-        found = [place for device in left if (place := _by_eviction(device, request)) is not None]
+        found = [place for device in left if (place := self._by_eviction(device, request)) is not None]
         evicting = {place.device for place in found}
         movable = (one for one in left if one.name not in evicting)
         for device in islice(movable, PLANS_MAX):
@@ -82,17 +82,16 @@ class MemoryQuestions:
                 found.append(place)
         return sorted(found, key=lambda one: (one.evicted_bytes + one.moved_bytes, one.device))
 
-
-def _by_eviction(device: Device, request: FindFit) -> FitPlace | None:
-    try:
-        room = find_room(device.core, request.size, request.alignment)
-    except SizeBeyondDevice:
-        return None
-    if room is None:
-        return None
-    evicted = sum(block.size for block in room.victims)
-    reload_s = sum(block.reload_s or 0.0 for block in room.victims)
-    return FitPlace(device.name, room.offset, evicted, 0, reload_s, f"{len(room.victims)} cached blocks give way")
+    def _by_eviction(self, device: Device, request: FindFit) -> FitPlace | None:
+        try:
+            room = self._table.find_room(device, request.size, request.alignment)
+        except SizeBeyondDevice:
+            return None
+        if room is None:
+            return None
+        evicted = sum(block.size for block in room.victims)
+        reload_s = sum(block.reload_s or 0.0 for block in room.victims)
+        return FitPlace(device.name, room.offset, evicted, 0, reload_s, f"{len(room.victims)} cached blocks give way")
 
 
 def _by_moves(device: Device, request: FindFit) -> FitPlace | None:

@@ -7,7 +7,8 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import cache
 from typing import NamedTuple
 
 from forged.memory.errors import argument_invalid
@@ -34,8 +35,13 @@ class RoomPlan(NamedTuple):
     offset: int
 
 
-def find_room(core: PoolCore, size: int, alignment: int, policy: str = LRU) -> RoomPlan | None:
-    """How room for a block can be made by eviction, or None; changes nothing."""
+def find_room(
+    core: PoolCore, size: int, alignment: int, policy: str = LRU, is_saved: Callable[[str], bool] = bool
+) -> RoomPlan | None:
+    """How room for a block can be made by eviction, or None; changes nothing.
+
+    `is_saved` says whether the checkpoint that has a block's content can be restored, by the name that its owner gave.
+    """
     if policy not in POLICIES:
         raise argument_invalid("policy", policy, f"one of {', '.join(POLICIES)}")
     needed, alignment = core.needed(size, alignment)
@@ -44,7 +50,7 @@ def find_room(core: PoolCore, size: int, alignment: int, policy: str = LRU) -> R
         return RoomPlan([], (hole.offset + alignment - 1) & -alignment)
     if policy == LRU:
         return _room_by_last_use(core, needed, alignment)
-    return _cheapest(list(core.stretches()), needed, alignment, _cost_of(core))
+    return _cheapest(list(core.stretches()), needed, alignment, _cost_of(core, is_saved))
 
 
 def make_room(core: PoolCore, size: int, alignment: int, policy: str = LRU) -> RoomPlan | None:
@@ -53,6 +59,13 @@ def make_room(core: PoolCore, size: int, alignment: int, policy: str = LRU) -> R
     if plan is not None:
         core.evict_blocks(plan.victims)
     return plan
+
+
+def eviction_order(core: PoolCore, policy: str, is_saved: Callable[[str], bool]) -> Iterable[Block]:
+    """The blocks that may be evicted: the least recently used first, or the one that costs least for each byte."""
+    if policy == LRU:
+        return core.least_recent()
+    return sorted(core.least_recent(), key=_price_of(core, is_saved))
 
 
 def _room_by_last_use(core: PoolCore, needed: int, alignment: int) -> RoomPlan | None:
@@ -83,24 +96,35 @@ def _cheapest(
     return RoomPlan([one for one in blocks[first:last] if not one.is_hole], offset)
 
 
-def _cost_of(core: PoolCore) -> Callable[[Block], int | None]:
+def _cost_of(core: PoolCore, is_saved: Callable[[str], bool]) -> Callable[[Block], int | None]:
     """What the eviction of a block costs; None if it cannot be evicted."""
-    times = [block.last_accessed for block in core.least_recent()]
-    oldest, newest = min(times, default=0.0), max(times, default=0.0)
-
-    span = (newest - oldest) or 1.0
+    price = _price_of(core, is_saved)
 
     def cost(block: Block) -> int | None:
         if block.status is not BlockStatus.CACHED or block.move is not None:
             return 0 if block.is_hole else None
+        return block.size * price(block) + 1
+
+    return cost
+
+
+def _price_of(core: PoolCore, is_saved: Callable[[str], bool]) -> Callable[[Block], int]:
+    """What the eviction of each byte of a cached block costs."""
+    times = [block.last_accessed for block in core.least_recent()]
+    oldest, newest = min(times, default=0.0), max(times, default=0.0)
+
+    span = (newest - oldest) or 1.0
+    has_copy = cache(is_saved)
+
+    def price(block: Block) -> int:
         factor = _COST_UNITS * (1 + (RECENCY_MAX - 1) * (block.last_accessed - oldest) / span)
         if block.priority:
             factor *= 2.0 ** min(max(block.priority, -PRIORITY_MAX), PRIORITY_MAX)
         if block.reload_s is not None:
             factor *= block.reload_s
-        if block.content:
+        if block.content and has_copy(block.content):
             factor *= SAVED_SHARE
         # Integers, so that sums over windows do not depend on where they begin.
-        return block.size * int(factor) + 1
+        return int(factor)
 
-    return cost
+    return price

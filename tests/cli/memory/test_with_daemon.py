@@ -78,7 +78,7 @@ def test_device_is_shown_with_its_forecast_and_its_blocks(commands: MemoryComman
     end = lines.index("")
     shown = fields(lines[:end])
     assert (shown["device"], shown["compute capability"], shown["allocated"]) == (GPU, "8.6", "16.0 KiB")
-    assert shown["out of memory"] == "not soon"
+    assert (shown["out of memory"], shown["eviction"]) == ("not soon", "lru")
     assert "64.0 KiB" in "".join(lines[end:])
     assert picture.read_bytes().startswith(b"\x89PNG")
     reply = commands.json(f"show {GPU} --job {JOB}")

@@ -4,7 +4,9 @@ import random
 
 import pytest
 
-from forged.memory import MemoryInvalid, MemoryPool
+from forged.memory import AllocationRequest, MemoryInvalid, MemoryPool
+from forged.memory.pool.core import PoolCore
+from forged.memory.pool.eviction import eviction_order, find_room
 from tests.memory.pool.pools import allocated, cached, filled, layout, offset_of, pool_of
 
 
@@ -120,6 +122,25 @@ def test_cheapest_blocks_give_way_by_cost() -> None:
     # The old one is too large, the recent one costs ten times as much for each byte.
     pool, ids = full_pool((1000, 0.0), (100, 10.0), (110, 1.0))
     assert [block.block_id for block in pool.make_room(100, policy="cost").evicted] == [ids[2]]
+
+
+def test_content_of_a_checkpoint_counts_only_while_the_checkpoint_can_be_restored() -> None:
+    core = PoolCore(200)
+    for content in ("gone", "saved"):
+        assert core.allocate(AllocationRequest(content, 100, 1), 0.0, content, is_cached=True, content=content)
+    for saved, victim in (({"saved"}, "saved"), ({"gone"}, "gone"), (set[str](), "gone")):
+        plan = find_room(core, 100, 1, "cost", saved.__contains__)
+        assert plan is not None
+        assert [block.block_id for block in plan.victims] == [victim]
+
+
+def test_blocks_are_in_the_order_of_their_policy() -> None:
+    core = PoolCore(300)
+    for name, last_used, reload_s in (("a", 0.0, 9.0), ("b", 1.0, 0.1), ("c", 2.0, None)):
+        request = AllocationRequest(name, 100, 1)
+        assert core.allocate(request, last_used, name, is_cached=True, reload_s=reload_s)
+    assert [block.block_id for block in eviction_order(core, "lru", bool)] == ["a", "b", "c"]
+    assert [block.block_id for block in eviction_order(core, "cost", bool)] == ["b", "a", "c"]
 
 
 def test_priority_counts_in_the_cost() -> None:
