@@ -11,14 +11,39 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from forged.torch.checkpoints import Checkpoints
+    from forged.torch.ddp import ElasticDDP, all_reduce_gradients
+    from forged.torch.group import ProcessGroups, init_process_group
+    from forged.torch.run import Run, join
+    from forged.torch.run_step import RunStep
     from forged.torch.state import State
     from forged.torch.tensors import array_of, tensor_of
 
-__all__ = ["State", "array_of", "tensor_of"]
+__all__ = [
+    "Checkpoints",
+    "ElasticDDP",
+    "ProcessGroups",
+    "Run",
+    "RunStep",
+    "State",
+    "all_reduce_gradients",
+    "array_of",
+    "init_process_group",
+    "join",
+    "tensor_of",
+]
 
 _MODULES = {
+    "Checkpoints": "forged.torch.checkpoints",
+    "ElasticDDP": "forged.torch.ddp",
+    "ProcessGroups": "forged.torch.group",
+    "Run": "forged.torch.run",
+    "RunStep": "forged.torch.run_step",
     "State": "forged.torch.state",
+    "all_reduce_gradients": "forged.torch.ddp",
     "array_of": "forged.torch.tensors",
+    "init_process_group": "forged.torch.group",
+    "join": "forged.torch.run",
     "tensor_of": "forged.torch.tensors",
 }
 """By public name, the module that defines it; imported on demand, so that each user imports what it uses only."""

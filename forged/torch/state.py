@@ -8,7 +8,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -49,6 +49,20 @@ class State:
     def part_at(self, name: str) -> Any:
         """The part of this name, as its values are saved; None if there is none."""
         return self._parts.get(name)
+
+    def modules(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The modules by name, each with its parameters and buffers."""
+        for name, part in self._parts.items():
+            if isinstance(part, torch.nn.Module):
+                yield name, _values(part)
+
+    def optimizers(self) -> Iterator[torch.optim.Optimizer]:
+        """The optimizers."""
+        return (part for part in self._parts.values() if isinstance(part, torch.optim.Optimizer))
+
+    def holds(self, module: torch.nn.Module) -> bool:
+        """Whether a module is a part, so that all ranks have the same values of it."""
+        return any(part is _unwrapped(module) for part in self._parts.values())
 
     def state_dict(self) -> dict[str, Any]:
         """By name, the values of all parts."""

@@ -89,7 +89,7 @@ class StepSnapshot:
                     gradient.tensor.copy_(gradient.copy)
                 parameter.grad = None if gradient is None else gradient.tensor
         for part in self._parts:
-            if isinstance(part, torch.amp.GradScaler):
+            if isinstance(part, torch.amp.GradScaler) and part.is_enabled():
                 # Which gradients have been unscaled in this step.
                 part._per_optimizer_states.clear()
         if self._generators is not None:

@@ -93,8 +93,9 @@ class Training(BlockingFacade[ElasticWorker]):
         self._open = contextlib.ExitStack()
         self._step: Step | None = None
         """The step that the script is in."""
-        self._uses_with_step = False
-        """Whether the script has done a step inside `with step:`; otherwise an aborted step's state is restored."""
+        self.uses_with_step = False
+        """Whether the script does its steps inside `with step:`, as it has done one; otherwise the state of an aborted
+        step is restored. A caller that sets it spares the copy of the state before the first step."""
         self._restore: Callable[[], None] | None = None
 
     def __enter__(self) -> Self:
@@ -144,7 +145,7 @@ class Training(BlockingFacade[ElasticWorker]):
                 yield step
             except BaseException:
                 # The script has left its loop within the step.
-                self._end_step(step)
+                self.drop_step()
                 raise
             self.finish_step()
 
@@ -158,7 +159,7 @@ class Training(BlockingFacade[ElasticWorker]):
         number = self._come_to_step(total)
         if number is None:
             return None
-        self._restore = None if self._uses_with_step else copy_of(self.worker.state)
+        self._restore = None if self.uses_with_step else copy_of(self.worker.state)
         self._step = self.worker.step_loop.step_numbered(number, self._repeats_step, self._commit)
         return self._step
 
@@ -167,16 +168,18 @@ class Training(BlockingFacade[ElasticWorker]):
         step = self._step
         if step is None:
             raise RequestRefused("step_missing", "there is no step to finish", "call `begin_step` first")
-        self._end_step(step)
+        self.drop_step()
         is_committed = self._run(lambda worker: worker.finish_step())
         if not is_committed and self._restore is not None and self.worker.is_void:
             self._restore()
         return is_committed
 
-    def _end_step(self, step: Step) -> None:
-        self._uses_with_step |= step.is_entered
-        self._step = None
-        step.end()
+    def drop_step(self) -> None:
+        """End the present step here without finishing it; the next `begin_step` begins the same step."""
+        step, self._step = self._step, None
+        if step is not None:
+            self.uses_with_step |= step.is_entered
+            step.end()
 
     def _commit(self) -> None:
         self._together(lambda worker: worker.commit_step(), None)
@@ -247,7 +250,7 @@ class Training(BlockingFacade[ElasticWorker]):
         try:
             return self._run(act)
         except StepAborted:
-            if self._uses_with_step or self._step is None or self._step.is_entered:
+            if self.uses_with_step or self._step is None or self._step.is_entered:
                 raise
             # Without `with step:` the script goes on with a value of the right shape, and its state is restored.
             return instead

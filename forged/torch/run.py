@@ -1,0 +1,290 @@
+"""Elastic training of a torch script: `with ft.join(job="run", state=ft.State(...)) as run:`.
+
+Invariants:
+- Parameters, optimizers and schedulers change after the vote of all ranks only, so no step is lost or done twice.
+- What belongs to a world - its process group, the wrapped modules, the loaders' batches - is made anew with each world,
+  in the script's thread and by all ranks in the same order.
+- Checkpoints are saved between two steps, and hold the state after a committed step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import os
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+# Optimizers and DistributedDataParallel import it in their first step, for which the other ranks would wait.
+import torch._dynamo
+
+import forged
+from forged.checkpoint import Checkpoints as OpenCheckpoints
+from forged.elastic.config import ElasticTrainingConfig
+from forged.elastic.model import ClusterTopology, WorkerId
+from forged.errors import RequestRefused
+from forged.torch.agreement import Agreement
+from forged.torch.checkpoints import Checkpoints
+from forged.torch.ddp import ElasticDDP
+from forged.torch.group import GLOO, NCCL, TIMEOUT, ProcessGroups
+from forged.torch.run_step import RunStep, StepHooks
+from forged.torch.state import State
+from forged.worker.blocking import Training
+from forged.worker.worker import JOB
+
+ENDPOINT_VARIABLE = "FORGED_ENDPOINT"
+OnWorld = Callable[[ClusterTopology], object]
+
+
+class Run:
+    """A torch script's part in the training of a job; made by `join`, a context manager."""
+
+    def __init__(
+        self,
+        worker: Training,
+        state: State,
+        checkpoints: Checkpoints | None = None,
+        backend: str = GLOO,
+        timeout: dt.timedelta = TIMEOUT,
+    ) -> None:
+        self.worker = worker
+        """The worker, with its events, collectives and `drain`."""
+        self.state = state
+        self._groups = ProcessGroups(worker, backend, timeout)
+        self._settings = checkpoints
+        self._checkpoints: OpenCheckpoints | None = None
+        self._saved: dict[str, Any] = {"state": state}
+        """What a checkpoint holds."""
+        self._open = contextlib.ExitStack()
+        self._on_world: list[OnWorld] = []
+        self._modules: list[ElasticDDP] = []
+        self._meeting = contextlib.ExitStack()
+        """The meeting in which the ranks wait for each other; empty between two."""
+        self._is_meeting = False
+        self._part: tuple[int, int] | None = None
+        """This rank's samples of the step, and those of all ranks."""
+        self._step: RunStep | None = None
+        self._hooks = StepHooks(self._before_vote, self._groups.count_abort, self._restore)
+        self._is_resumed = False
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.worker)
+            # What a step changes is restored from snapshots; the state itself is large.
+            self.worker.uses_with_step = True
+            self._groups.open()
+            stack.callback(self._groups.close)
+            stack.callback(self._let_go)
+            self.worker.world_entered.subscribe(self._enter_world)
+            self.worker.leaving.subscribe(self._save_alone)
+            if self._settings is not None:
+                self._checkpoints = stack.enter_context(self._settings.open(self.worker))
+            for optimizer in self.state.optimizers():
+                stack.callback(optimizer.register_step_pre_hook(self._before_optimizer).remove)
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.__exit__(kind, error, trace)
+
+    # Steps.
+
+    def steps(self, total: int | None = None) -> Iterator[RunStep]:
+        """Yield one step after the other, over all rescales; an aborted step again. Do each inside `with step:`."""
+        while (step := self.begin_step(total)) is not None:
+            yield step
+            self.finish_step()
+
+    def begin_step(self, total: int | None = None) -> RunStep | None:
+        """Wait until a step may begin; None when there are no more. For loops that cannot iterate over `steps`."""
+        self.resume()
+        while (step := self.worker.begin_step(None if self._checkpoints else total)) is not None:
+            self._part = None
+            with step:
+                self._groups.tell_of_groups()
+                is_last = total is not None and step >= total
+                if self._checkpoints is not None:
+                    self._checkpoints.save(int(step), self._saved, epoch=self.worker.epoch, force=is_last)
+            if step.aborted:
+                self.worker.finish_step()
+            elif is_last:
+                # Only its state was to be saved.
+                self.worker.drop_step()
+                assert self.worker.begin_step(total) is None
+                return None
+            else:
+                self.state.snapshot()
+                self._step = RunStep.of(step, self._hooks)
+                return self._step
+        return None
+
+    def finish_step(self) -> bool:
+        """Tell the other ranks that the step is finished; returns whether it counts."""
+        step, self._step = self._step, None
+        if step is not None and not step.is_entered:
+            raise RequestRefused(
+                "step_not_entered",
+                f"step {int(step)} was not done inside `with step:`, so it cannot be repeated when a worker is lost",
+                "write `for step in run.steps(total):` and then `with step:` around what the step does",
+            )
+        self._end_meeting()
+        return self.worker.finish_step()
+
+    def resume(self) -> int:
+        """Load the newest checkpoint that can be restored; returns the number of its step.
+
+        The first step does so by itself. All parts of the state, and the loaders, must have been made before.
+        """
+        if not self._is_resumed:
+            self._is_resumed = True
+            if self._checkpoints is not None:
+                self._checkpoints.resume(self._saved)
+        return self.worker.step
+
+    def _before_vote(self) -> None:
+        self._end_meeting()
+        if self._groups.backend == NCCL:
+            # Its collectives have only been enqueued so far.
+            torch.cuda.current_stream().synchronize()
+
+    def _restore(self) -> None:
+        self._end_meeting()
+        self.state.restore()
+
+    def meet(self, name: str) -> None:
+        """The ranks wait for each other from here to the vote: one that hangs before is named by the stall report."""
+        if not self._is_meeting:
+            self._meeting.enter_context(self.worker.meeting(name))
+            self._is_meeting = True
+
+    def _end_meeting(self) -> None:
+        self._is_meeting = False
+        self._meeting.close()
+
+    def _save_alone(self, reason: str) -> None:
+        """Save what only this worker has, when it leaves."""
+        if self._checkpoints is not None and self.world_size == 1:
+            self._checkpoints.save(self.worker.step, self._saved, epoch=self.worker.epoch, force=True)
+
+    def _before_optimizer(self, *_: Any) -> None:
+        """An optimizer of the state is about to change it: not before all ranks have voted."""
+        if self._step is not None and self._step.is_entered:
+            self._step.commit()
+
+    # Worlds.
+
+    @property
+    def rank(self) -> int:
+        """The worker's position in its world; -1 outside a world."""
+        return self.worker.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.worker.world_size
+
+    @property
+    def generation(self) -> int:
+        """The generation of the world."""
+        return self.worker.generation
+
+    @property
+    def step(self) -> int:
+        """Committed steps."""
+        return self.worker.step
+
+    @property
+    def group(self) -> Any:
+        """Torch's process group of the present world."""
+        return self._groups.group
+
+    def on_world(self, act: OnWorld) -> OnWorld:
+        """Call a function in each world, before its first step, with the process group made; a decorator.
+
+        All ranks call theirs together, so it may use collectives, make device meshes, and wrap modules.
+        """
+        self._on_world.append(act)
+        return act
+
+    def ddp(self, module: torch.nn.Module, **options: Any) -> ElasticDDP:
+        """The module with gradients that all ranks average: wrapped by DistributedDataParallel anew in each world.
+
+        `options` are those of DistributedDataParallel.
+        """
+        wrapped = ElasticDDP(module, self, has_equal_state=self.state.holds(module), **options)
+        self._modules.append(wrapped)
+        if self._step is not None:
+            wrapped.enter_world()
+        return wrapped
+
+    def _enter_world(self, topology: ClusterTopology) -> None:
+        self._end_meeting()
+        for module in self._modules:
+            module.enter_world()
+        for act in self._on_world:
+            act(topology)
+
+    def _let_go(self) -> None:
+        self.worker.world_entered.unsubscribe(self._enter_world)
+        self._end_meeting()
+        for module in self._modules:
+            module.leave_world()
+
+    # The parts of a batch.
+
+    def share(self, total: int) -> range:
+        """This rank's part of `total` samples of the step; gradients are weighed by the sizes of the parts."""
+        part = self.worker.share(total)
+        self.use_part(len(part), total)
+        return part
+
+    def use_part(self, samples: int, total: int) -> None:
+        """This rank's loss of this step is the mean over so many of the step's `total` samples."""
+        self._part = (samples, total)
+
+    @property
+    def weight(self) -> float | None:
+        """This rank's part of the samples of the step; None if it is that of every rank."""
+        if self._part is None or self._part[0] * self.world_size == self._part[1]:
+            return None
+        return self._part[0] / self._part[1]
+
+
+def join(
+    *endpoints: str,
+    job: str = JOB,
+    state: State | Mapping[str, Any],
+    checkpoints: Checkpoints | None = None,
+    backend: str = GLOO,
+    config: ElasticTrainingConfig | None = None,
+    worker_id: str | WorkerId | None = None,
+    token: str | None = None,
+    timeout: dt.timedelta = TIMEOUT,
+    **options: Any,
+) -> Run:
+    """Take part in the training of a job; a context manager.
+
+    Without `endpoints` they are those in `$FORGED_ENDPOINT`, separated by commas, and without `token` it is that in
+    `$FORGED_TOKEN`. `backend` is `gloo` or `nccl`. No collective of torch may take longer than `timeout`. `options` are
+    further ones of `forged.join`.
+    """
+    state = state if isinstance(state, State) else State(**state)
+    worker = forged.join(
+        *(endpoints or _endpoints()),
+        job=job,
+        state={"agreement": Agreement(state, backend), "state": state},
+        config=config,
+        worker_id=worker_id,
+        token=token,
+        **options,
+    )
+    return Run(worker, state, checkpoints, backend, timeout)
+
+
+def _endpoints() -> list[str]:
+    """The endpoints of the environment; without any, the client has its default."""
+    return [one.strip() for one in os.environ.get(ENDPOINT_VARIABLE, "").split(",") if one.strip()]
