@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -145,6 +146,17 @@ def run(rank: int, folder: Path) -> dict[str, Any]:
         train(model, opt, 3)
         fc.save(folder / PLAIN, {"all": ft.State(model=model, opt=opt, rng=False)})
         found["plain saved"] = digests(model, opt)
+    model, opt = build(FSDP, everybody)
+    train(model, opt, 3)
+    dcp.save({"all": ft.State(model=model, opt=opt, rng=False).state_dict()}, checkpoint_id=folder / "dcp")
+    found["dcp saved"] = digests(model, opt)
+    if rank == 0:
+        fc.convert(folder / FSDP, folder / "converted", fc.ConversionOptions(is_torch_directory=True))
+    dist.barrier()
+    model, opt = build(FSDP, everybody)
+    train(model, opt, 1)
+    dcp.load({"all": ft.State(model=model, opt=opt, rng=False).state_dict()}, checkpoint_id=folder / "converted")
+    found["converted loaded by four"] = digests(model, opt)
     dist.barrier()
     found["plain loaded by four"] = loaded(FSDP, folder, PLAIN, everybody)
     dist.barrier()

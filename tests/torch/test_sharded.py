@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import forged.checkpoint as fc
-from tests.torch.sharded_ranks import FSDP, HSDP, TENSOR_PARALLEL
+from tests.torch.sharded_ranks import FSDP, HSDP, PLAIN, TENSOR_PARALLEL, loaded
 
 HANGS_S = 200
 
@@ -50,6 +50,15 @@ def test_sharded_state_is_loaded_and_sent_by_the_same_ranks(found: Any, layout: 
     assert found[f"{layout} loaded"] == found[f"{layout} saved"]
     sent, arrived = found[f"{layout} transferred"]
     assert arrived == sent
+
+
+def test_directory_that_four_ranks_saved_with_dcp_is_converted(found: Any, folder: Path) -> None:
+    fc.convert(folder / "dcp", folder / "from-dcp")
+    assert loaded(PLAIN, folder, "from-dcp", None) == found["dcp saved"]
+
+
+def test_converted_directory_is_loaded_by_four_ranks_with_dcp(found: Any) -> None:
+    assert found["converted loaded by four"] == found["fsdp saved"]
 
 
 def test_sharded_tensors_are_whole_in_the_checkpoint(folder: Path) -> None:

@@ -21,6 +21,8 @@ import msgspec
 from forged.checkpoint.errors import CheckpointException, invalid
 from forged.checkpoint.export.external_files import INDEX, NPZ, SAFETENSORS, FileArrays, open_index, open_safetensors
 from forged.checkpoint.export.npz import Archive, open_npz
+from forged.checkpoint.export.torch_directories import is_torch_directory, open_torch_directory, write_torch_directory
+from forged.checkpoint.export.torch_files import ENDINGS, open_torch_file, stored_state, torch_file
 from forged.checkpoint.format.consolidated import FILE_BYTES_MAX, FILE_METADATA, ConsolidatedFile, single_file_of
 from forged.checkpoint.format.manifest import SUFFIX, VERSION, Manifest, Part, decode, encode
 from forged.checkpoint.format.names import check_name
@@ -67,6 +69,8 @@ class ConversionOptions:
     format: CheckpointFormat | None = None
     """Default: the source's format; `single_file` for files of other tools."""
     compression: CompressionLevel = CompressionLevel.NONE
+    is_torch_directory: bool = False
+    """Whether the target is a directory of `torch.distributed.checkpoint`."""
     file_bytes_max: int = FILE_BYTES_MAX
     """The size at which a consolidated layout begins another file."""
     progress: Progress | None = None
@@ -80,14 +84,21 @@ def convert(
 ) -> Converted:
     """Convert `source` to `target`.
 
-    Both are paths or URLs of a checkpoint, a `.safetensors` file or an `.npz` archive. A source may also be the index
-    of several safetensors files, or the directory that contains it.
+    Both are paths or URLs of a checkpoint, a `.safetensors` file, an `.npz` archive, a `.pt` or `.pth` file of torch,
+    or a directory of `torch.distributed.checkpoint` (a target with `is_torch_directory`). A source may also be the
+    index of several safetensors files, or the directory that contains it. No class that a file names is used.
     """
     options, token = options or ConversionOptions(), token or CancelToken()
     ending = _ending_of(target)
-    if ending and options.compression is not CompressionLevel.NONE:
+    if options.is_torch_directory and (ending or options.format is not None):
+        raise invalid("a directory of torch.distributed.checkpoint has no other format", "give a new directory")
+    if (ending or options.is_torch_directory) and options.compression is not CompressionLevel.NONE:
         raise invalid(f"{os.fspath(target)} cannot be compressed", "compression works for checkpoints only")
     with _open_source(source, token, options.wall) as opened:
+        if options.is_torch_directory:
+            return _write_torch_directory(opened, target, options, token)
+        if ending in ENDINGS:
+            return _write_torch_file(opened, target, options, token)
         if ending:
             return _write_file(opened, target, ending, options, token)
         return _write_checkpoint(opened, target, options, token)
@@ -115,16 +126,22 @@ class _Source(NamedTuple):
 @contextmanager
 def _open_source(source: Where, token: CancelToken, wall: Callable[[], float]) -> Iterator[_Source]:
     text = os.fspath(source)
-    if not text.endswith((SAFETENSORS, NPZ, INDEX)):
+    if not text.endswith((SAFETENSORS, NPZ, INDEX, *ENDINGS)):
+        folder = bounded(root_at(source), token)
+        if is_torch_directory(folder):
+            with open_torch_directory(folder, token) as arrays:
+                yield _Source(arrays, _manifest_of(arrays, wall), is_checkpoint=False)
+            return
         storage, prefix = storage_at(source)
         storage = bounded(storage, token)
         if listing.checkpoint_exists(storage, prefix):
             manifest = listing.read_manifest(storage, prefix)
             yield _Source(SavedTensors(storage, manifest, token), manifest, is_checkpoint=True)
             return
-        text = _model_in(text, bounded(root_at(source), token), listing.missing_checkpoint(storage, prefix))
+        text = _model_in(text, folder, listing.missing_checkpoint(storage, prefix))
     storage, file = _file_at(text)
-    opening = open_index if file.endswith(INDEX) else open_npz if file.endswith(NPZ) else open_safetensors
+    opening = open_torch_file if file.endswith(ENDINGS) else open_safetensors
+    opening = open_index if file.endswith(INDEX) else open_npz if file.endswith(NPZ) else opening
     with opening(bounded(storage, token), file, token) as arrays:
         yield _Source(arrays, _manifest_of(arrays, wall), is_checkpoint=False)
 
@@ -154,7 +171,7 @@ def _ending_of(target: Where) -> str:
     text = os.fspath(target)
     if text.endswith(INDEX):
         raise invalid(f"{text} cannot be a target", "convert to a checkpoint of format consolidated; it has an index")
-    return next((ending for ending in (SAFETENSORS, NPZ) if text.endswith(ending)), "")
+    return next((ending for ending in (SAFETENSORS, NPZ, *ENDINGS) if text.endswith(ending)), "")
 
 
 # To a checkpoint.
@@ -249,6 +266,26 @@ def _write_file(
     values = opened.manifest.states.values()
     left_out = tuple(sorted({value.name for value in values if value.node != {"v": None}}))
     return Converted(len(tensors.names), source.size, left_out, opened.repaired)
+
+
+def _write_torch_file(opened: _Source, target: Where, options: ConversionOptions, token: CancelToken) -> Converted:
+    storage, name = _file_at(target)
+    state = stored_state(opened.manifest)
+    written = Share(state.numbers, {})
+    origin = opened.counted(options, [written, written])
+    source = torch_file(origin, state, token)
+    parts.write_durably(bounded(storage, token), name, source, token)
+    origin.finish()
+    return Converted(len(state.numbers), source.size, tuple(sorted(state.left_out)), opened.repaired)
+
+
+def _write_torch_directory(opened: _Source, target: Where, options: ConversionOptions, token: CancelToken) -> Converted:
+    state = stored_state(opened.manifest)
+    written = Share(state.numbers, {})
+    origin = opened.counted(options, [written, written])
+    size = write_torch_directory(bounded(root_at(target), token), origin, state, token)
+    origin.finish()
+    return Converted(len(state.numbers), size, tuple(sorted(state.left_out)), opened.repaired)
 
 
 def _unique_names(manifest: Manifest) -> list[str]:

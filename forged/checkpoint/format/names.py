@@ -2,7 +2,7 @@
 
 Invariants:
 - A name never refers to a file outside its storage, and means the same file in every kind of storage.
-- Name parts that begin with a dot are reserved for the storages.
+- Name parts that begin with a dot are reserved for the storages, but for one of torch's.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 from forged.checkpoint.errors import CheckpointException, invalid
 
 NAME_CHARS_MAX = 1_000
+TORCH_METADATA = ".metadata"
+"""The file that describes a directory of `torch.distributed.checkpoint`."""
 PART_BYTES_MAX = 255
 """The limit of file systems."""
 
@@ -32,7 +34,7 @@ def check_name_prefix(start: str) -> str:
 def _is_part(part: str) -> bool:
     return (
         bool(part)
-        and not part.startswith(".")
+        and (not part.startswith(".") or part == TORCH_METADATA)
         and part.isprintable()
         and "\\" not in part
         and len(part.encode()) <= PART_BYTES_MAX

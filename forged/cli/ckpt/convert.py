@@ -20,14 +20,18 @@ from forged.cli.forgectl.output import answer
 from forged.cli.forgectl.parser import Options
 from forged.cli.process import EXIT_OK
 
+TORCH = "dcp"
+"""The format of a directory of `torch.distributed.checkpoint`."""
+
 
 @checkpoint_command
 def convert_one(options: Options, token: CancelToken) -> int:
     started_at = time.monotonic()
     with ProgressBar(options) as bar:
         how = ConversionOptions(
-            None if options.format is None else CheckpointFormat(options.format),
+            None if options.format in (None, TORCH) else CheckpointFormat(options.format),
             CompressionLevel(options.compression),
+            is_torch_directory=options.format == TORCH,
             progress=bar,
         )
         converted = convert(options.source, options.target, how, token)
@@ -56,7 +60,7 @@ def _show(options: Options, converted: Converted, took_s: float) -> None:
     target = tables.field("", options.target)
     print(f"{target}: {tensors}, {tables.size(converted.size_bytes)}, written in {tables.duration(took_s)}")
     if converted.left_out:
-        print(f"  left out (not arrays): {tables.names(converted.left_out)}")
+        print(f"  left out (the target cannot hold them): {tables.names(converted.left_out)}")
     for one in converted.repaired:
         where = tables.field("", f"chunk {one.chunk} of {one.tensor} in {one.file}")
         print(f"  {where} is corrupt; its bytes were read from {tables.field('', one.source)}")

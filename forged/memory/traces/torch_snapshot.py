@@ -8,7 +8,7 @@ from typing import Any
 from forged.memory.traces.errors import file_invalid, too_large
 from forged.memory.traces.live_buffers import LiveBuffers
 from forged.memory.traces.model import Buffer, is_integer
-from forged.memory.traces.pickle_reader import read_pickle
+from forged.pickle_reader import VALUES_MAX, PickleRefused, read_pickle
 
 BLOCKS_MAX = 5_000_000
 SHOWN_MAX = 20
@@ -22,7 +22,13 @@ def read_torch_snapshot(data: bytes, device: int | None = None) -> list[Buffer]:
     A buffer lives from its allocation to the completion of its release. Blocks in use whose allocation was not
     recorded have been alive since the beginning.
     """
-    snapshot = read_pickle(data)
+    try:
+        snapshot = read_pickle(data)
+    except PickleRefused as error:
+        place = f"byte {error.position}"
+        if error.is_too_large:
+            raise too_large(place, "values", VALUES_MAX) from None
+        raise file_invalid(place, error.problem, RECORD_ANEW) from None
     if not isinstance(snapshot, dict):
         raise file_invalid("snapshot", f"a dict is wanted, got a {type(snapshot).__name__}", RECORD_ANEW)
     traces = [_list("device_traces", trace) for trace in _list("device_traces", snapshot.get("device_traces", []))]

@@ -56,7 +56,7 @@ def test_a_model_directory_is_a_source(checkpoint_folder: CheckpointFolder) -> N
 def test_left_out_values_are_listed(checkpoint_folder: CheckpointFolder) -> None:
     checkpoint_folder.save("a", STATE)
     output = checkpoint_folder.run(f"convert {A} b.npz")
-    assert output.lines[1] == "  left out (not arrays): step"
+    assert output.lines[1] == "  left out (the target cannot hold them): step"
     assert np.load("b.npz")["model/w"].shape == (3, 4)
 
 

@@ -94,10 +94,13 @@ def _inspecting(verbs: Any) -> None:
 def _converting(verbs: Any) -> None:
     text = "convert a checkpoint to another layout, or to or from files of other tools"
     converting = _verb(verbs, "convert", _convert, text)
-    positional(converting, "source", "SOURCE", help="a checkpoint, a .safetensors file or index, or an .npz archive")
-    positional(converting, "target", "TARGET", help="a new checkpoint, .safetensors file or .npz archive")
+    files = ".safetensors, .npz, .pt or .pth file"
+    positional(converting, "source", "SOURCE", help=f"a checkpoint, a {files}, an index, or a directory of torch's DCP")
+    positional(converting, "target", "TARGET", help=f"a new checkpoint, or a new {files}")
     converting.add_argument(
-        "--format", choices=FORMATS, help="layout of the new checkpoint (default: that of the source)"
+        "--format",
+        choices=[*FORMATS, "dcp"],
+        help="layout of the new checkpoint (default: that of the source); dcp: a directory of torch's DCP",
     )
     converting.add_argument(
         "--compression", choices=COMPRESSIONS, default="none", help="compression of the new checkpoint (default: none)"

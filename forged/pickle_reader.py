@@ -1,7 +1,8 @@
-"""Reads plain values from a pickle: no class is looked up and nothing is called.
+"""Reads plain values from a pickle: no class is looked up, and nothing is called but functions that the reader gives.
 
 Invariants:
 - Dicts, lists, tuples, texts, bytes, numbers, booleans and None are read; every other operation is refused.
+- A class or function that the pickle names is replaced by the reader's own function of that name, or refused.
 - The memory needed is bounded by the size of the file and by `VALUES_MAX`; nesting needs no stack of calls.
 - An error names the position of the operation.
 """
@@ -9,10 +10,9 @@ Invariants:
 from __future__ import annotations
 
 import pickletools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
-
-from forged.memory.traces.errors import TraceFileInvalid, file_invalid, too_large
 
 VALUES_MAX = 20_000_000
 """Operations that make a value."""
@@ -30,26 +30,56 @@ _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _IGNORED = frozenset({"PROTO", "FRAME"})
 
 
-def read_pickle(data: bytes) -> Any:
-    """The value; refused with `TraceFileInvalid` if it is not plain or the pickle is damaged."""
-    reader = _Reader()
+class PickleRefused(ValueError):
+    """A pickle is damaged, too large, or has more than plain values."""
+
+    def __init__(self, position: int, problem: str, *, is_too_large: bool = False) -> None:
+        super().__init__(f"byte {position}: {problem}")
+        self.position = position
+        self.problem = problem
+        self.is_too_large = is_too_large
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Named:
+    """What stands for a class or a function that a pickle names."""
+
+    name: str
+    call: Callable[..., Any]
+
+
+class Record:
+    """What stands for an object of a class: its state, which is any plain value."""
+
+    def __init__(self, *_: Any) -> None:
+        self.state: Any = None
+
+
+def read_pickle(
+    data: bytes,
+    functions: Mapping[str, Callable[..., Any]] | None = None,
+    persistent: Callable[[Any], Any] | None = None,
+) -> Any:
+    """The value. `functions` stand for classes and functions by their full names, `persistent` gives outside values.
+
+    They raise ValueError or TypeError for arguments that are invalid.
+    """
+    reader = _Reader(functions or {}, persistent)
     position = 0
     try:
         for opcode, argument, at in pickletools.genops(data):
             position = at or 0
             reader.apply(opcode.name, argument)
             if reader.values > VALUES_MAX:
-                raise too_large(f"byte {position}", "values", VALUES_MAX)
+                raise PickleRefused(position, f"more than {VALUES_MAX:,} values", is_too_large=True)
         return reader.result()
+    except PickleRefused:
+        raise
     except _Refused as error:
-        raise _invalid(position, str(error)) from None
+        raise PickleRefused(position, str(error)) from None
     except (ValueError, IndexError, KeyError, OverflowError) as error:
         # What genops raises, and a stack or memo that lacks what an operation needs.
-        raise _invalid(position, f"the pickle is damaged ({type(error).__name__})") from None
-
-
-def _invalid(position: int, problem: str) -> TraceFileInvalid:
-    return file_invalid(f"byte {position}", problem, "use a snapshot as torch.cuda.memory._dump_snapshot writes it")
+        raise PickleRefused(position, f"the pickle is damaged ({type(error).__name__})") from None
 
 
 class _Refused(Exception):
@@ -59,8 +89,10 @@ class _Refused(Exception):
 class _Reader:
     """The stack and the memo of a pickle."""
 
-    def __init__(self) -> None:
+    def __init__(self, functions: Mapping[str, Callable[..., Any]], persistent: Callable[[Any], Any] | None) -> None:
         self.values = 0
+        self._functions = functions
+        self._persistent = persistent
         self._stack: list[Any] = []
         self._marks: list[int] = []
         """Where in the stack the marks are."""
@@ -80,9 +112,20 @@ class _Reader:
             "MEMOIZE": lambda: self._memo.update({len(self._memo): self._stack[-1]}),
             "STOP": lambda: None,
         }
+        if functions:
+            self._changes |= {
+                "STACK_GLOBAL": lambda: self._name(f"{self._stack.pop(-2)}.{self._stack.pop()}"),
+                "REDUCE": self._call,
+                "NEWOBJ": self._call,
+                "BUILD": self._set_state,
+            }
+        if persistent is not None:
+            self._changes["BINPERSID"] = self._outside
 
     def apply(self, name: str, argument: Any) -> None:
-        if name in _ARGUMENTS:
+        if name == "GLOBAL" and self._functions:
+            self._name(argument.replace(" ", "."))
+        elif name in _ARGUMENTS:
             self._push(argument)
         elif name in _CONSTANTS:
             self._push(_CONSTANTS[name])
@@ -103,6 +146,34 @@ class _Reader:
         if len(self._stack) != 1 or self._marks:
             raise _Refused("the pickle is damaged: it has not one value")
         return self._stack[0]
+
+    def _name(self, name: str) -> None:
+        if name not in self._functions:
+            raise _Refused(f"{name[:100]} is refused: no class or function of the pickle is used")
+        self._push(Named(name, self._functions[name]))
+
+    def _call(self) -> None:
+        arguments, function = self._stack.pop(), self._stack.pop()
+        if not isinstance(function, Named) or not isinstance(arguments, tuple):
+            raise _Refused("the pickle is damaged: it calls something that is no function")
+        try:
+            self._push(function.call(*arguments))
+        except (TypeError, ValueError) as error:
+            raise _Refused(f"{function.name} has invalid arguments: {error!s:.100}") from None
+
+    def _set_state(self) -> None:
+        state, target = self._stack.pop(), self._stack[-1]
+        if isinstance(target, Record):
+            target.state = state
+        elif not isinstance(target, dict):
+            raise _Refused("the pickle is damaged: it sets the state of something that has none")
+
+    def _outside(self) -> None:
+        assert self._persistent is not None
+        try:
+            self._push(self._persistent(self._stack.pop()))
+        except (TypeError, ValueError) as error:
+            raise _Refused(f"a value outside of the pickle is invalid: {error!s:.100}") from None
 
     def _push(self, value: Any) -> None:
         self.values += 1
@@ -145,6 +216,6 @@ def _dict_of(values: list[Any]) -> dict[Any, Any]:
     if len(values) % 2:
         raise _Refused("a key has no value")
     for key in values[::2]:
-        if not isinstance(key, str | int | float | bytes | None):
+        if not isinstance(key, str | int | float | bytes | Record | None):
             raise _Refused(f"a key is a {type(key).__name__}")
     return dict(zip(values[::2], values[1::2], strict=True))

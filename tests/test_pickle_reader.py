@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forged import pickle_reader as reader
 from forged.memory.traces import TraceFileInvalid, TraceRefused, TraceTooLarge
-from forged.memory.traces import pickle_reader as reader
-from forged.memory.traces.pickle_reader import read_pickle
 from forged.memory.traces.trace_files import parse_trace
+from forged.pickle_reader import PickleRefused, Record, read_pickle
 from tests.memory.traces.snapshots import entry, segment, snapshot
 
 PLAIN = st.recursive(
@@ -39,7 +39,7 @@ class Evil:
 
 
 def test_a_pickle_that_would_call_something_is_refused_and_calls_nothing(tmp_path: Path) -> None:
-    with pytest.raises(TraceFileInvalid, match=r"byte \d+: the operation \w*GLOBAL is refused: only plain values"):
+    with pytest.raises(PickleRefused, match=r"byte \d+: the operation \w*GLOBAL is refused: only plain values"):
         read_pickle(pickle.dumps(Evil(tmp_path / "called")))
     assert not (tmp_path / "called").exists()
 
@@ -47,7 +47,7 @@ def test_a_pickle_that_would_call_something_is_refused_and_calls_nothing(tmp_pat
 @pytest.mark.parametrize("value", [OrderedDict(a=1), {1, 2}, frozenset({1}), complex(1, 2), bytearray(b"x"), Path("x")])
 @pytest.mark.parametrize("protocol", [2, 4, 5])
 def test_values_of_classes_are_refused(value: object, protocol: int) -> None:
-    with pytest.raises(TraceFileInvalid, match="is refused"):
+    with pytest.raises(PickleRefused, match="is refused"):
         read_pickle(pickle.dumps({"a": value}, protocol))
 
 
@@ -81,13 +81,13 @@ def test_values_of_classes_are_refused(value: object, protocol: int) -> None:
     ],
 )
 def test_hostile_and_damaged_pickles_are_refused_with_the_position(data: bytes) -> None:
-    with pytest.raises(TraceFileInvalid, match=r"^byte \d+: "):
+    with pytest.raises(PickleRefused, match=r"^byte \d+: "):
         read_pickle(data)
 
 
 @pytest.mark.parametrize("data", [b"\x80\x04\x8e" + struct.pack("<Q", 1 << 60), b"\x80\x02\x8b\xff\xff\xff\x7f"])
 def test_a_length_beyond_the_file_is_refused_without_the_memory(data: bytes) -> None:
-    with pytest.raises(TraceFileInvalid, match="the pickle is damaged"):
+    with pytest.raises(PickleRefused, match="the pickle is damaged"):
         read_pickle(data)
 
 
@@ -105,8 +105,10 @@ def test_deep_nesting_needs_no_stack_of_calls() -> None:
 
 def test_more_values_than_allowed_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader, "VALUES_MAX", 100)
-    with pytest.raises(TraceTooLarge, match="more than 100 values"):
+    with pytest.raises(PickleRefused, match="more than 100 values"):
         read_pickle(b"\x80\x02" + b"]" * 200 + b".")
+    with pytest.raises(TraceTooLarge, match="more than"):
+        parse_trace(b"\x80\x02" + b"]" * 200 + b".")
 
 
 @given(st.integers(0, len(VALID) - 1))
@@ -144,3 +146,44 @@ def test_a_pickle_that_is_no_snapshot_is_refused(value: object) -> None:
     with pytest.raises(TraceFileInvalid) as caught:
         parse_trace(pickle.dumps(value))
     assert caught.value.fix
+
+
+class TestFunctions:
+    """Functions that the reader gives for classes of the pickle."""
+
+    @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+    def test_given_function_is_called_in_place_of_the_class(self, protocol: int) -> None:
+        data = pickle.dumps({"a": OrderedDict(b=1), "c": OrderedDict()}, protocol)
+        assert read_pickle(data, {"collections.OrderedDict": dict}) == {"a": {"b": 1}, "c": {}}
+
+    @pytest.mark.parametrize("protocol", [2, 4])
+    def test_other_classes_are_refused_by_name(self, protocol: int, tmp_path: Path) -> None:
+        data = pickle.dumps([OrderedDict(), Evil(tmp_path / "called")], protocol)
+        with pytest.raises(PickleRefused, match=r"is refused: no class or function of the pickle is used"):
+            read_pickle(data, {"collections.OrderedDict": dict})
+        assert not (tmp_path / "called").exists()
+
+    def test_object_with_a_state_is_a_record(self) -> None:
+        named = b"\x80\x02cm\nC\n)\x81}X\x01\x00\x00\x00aK\x01sb."
+        found = read_pickle(named, {"m.C": Record})
+        assert isinstance(found, Record)
+        assert found.state == {"a": 1}
+
+    @pytest.mark.parametrize(
+        "data",
+        [
+            b"\x80\x02cm\nC\nK\x01R.",
+            b"\x80\x02K\x01)R.",
+            b"\x80\x02K\x01}b.",
+            b"\x80\x02cm\nC\n(K\x01K\x02tR.",
+            b"\x80\x02K\x01Q.",
+            b"\x80\x02\x93.",
+            b"\x80\x02R.",
+        ],
+    )
+    def test_invalid_calls_are_refused(self, data: bytes) -> None:
+        def one(value: object) -> object:
+            raise ValueError("no")
+
+        with pytest.raises(PickleRefused, match=r"^byte \d+: "):
+            read_pickle(data, {"m.C": one}, one)
