@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import pkgutil
@@ -25,16 +24,12 @@ import pytest
 from forged import checkpoint
 from forged.cli.forgectl import main
 from forged.cli.forgectl.parser import understood
-from forged.client import ForgedClient
 from forged.config import Config
 from forged.data import ShardCorrupt, ShardStore, Stamp, StoreFailed
-from forged.elastic.messages import JoinJob
-from forged.elastic.model import WorkerId
 from forged.errors import RequestRefused
 from forged.plugins import PluginContext
 from forged.registry.messages import ModelPolicy
 from plugins import event_log, webhook
-from tests.client.daemon_runner import DaemonRunner, config_in
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -280,23 +275,6 @@ def test_policy_keys_of_the_registry_page_match_the_code() -> None:
     policy = ModelPolicy()
     assert policy.evidence_max_age_s == float(dict(rows)["evidence_max_age_s"].split()[0]) * 86_400
     assert (dict(rows)["canary"], float(dict(rows)["rollback_threshold"])) == (policy.canary, policy.rollback_threshold)
-
-
-async def test_device_of_the_memory_page_evicts_the_block_that_it_caches(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    [example] = [block for block in blocks(ROOT / "docs" / "memory.md", "python") if "DeviceMemory" in block]
-    named: dict[str, Any] = {}
-    exec(example, named)
-    runner, me = DaemonRunner(config_in(tmp_path)), ("run", "w0", b"1" * 16)
-    await runner.open()
-    try:
-        async with ForgedClient(runner.endpoint) as client, asyncio.timeout(HANGS_S):
-            await client.request(JoinJob("run", WorkerId("w0", "127.0.0.1", 1), me[2], os.getpid()))
-            await named["compute"](client, *me)
-    finally:
-        await runner.close()
-    assert capsys.readouterr().out == "cache has to be computed again\n600064 ['batch', 'weights']\n"
 
 
 def test_model_of_the_readme_is_registered(tmp_path: Path) -> None:

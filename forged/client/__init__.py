@@ -1,5 +1,6 @@
 """The client library: `ForgedClient` (asyncio), `BlockingClient` (no event loop), `ElasticWorker` (training),
-`DeviceMemory` (GPU memory)."""
+`DeviceMemory` and
+`BlockingDeviceMemory` (GPU memory)."""
 
 from __future__ import annotations
 
@@ -10,14 +11,28 @@ from forged.client.client import EARLIEST, ForgedClient
 from forged.client.stream import FactStream
 
 if TYPE_CHECKING:
+    from forged.client.blocking_device_memory import BlockingDeviceMemory
     from forged.client.device_memory import DeviceMemory
     from forged.worker.worker import ElasticWorker
 
-__all__ = ["EARLIEST", "BlockingClient", "BlockingFacts", "DeviceMemory", "ElasticWorker", "FactStream", "ForgedClient"]
+__all__ = [
+    "EARLIEST",
+    "BlockingClient",
+    "BlockingDeviceMemory",
+    "BlockingFacts",
+    "DeviceMemory",
+    "ElasticWorker",
+    "FactStream",
+    "ForgedClient",
+]
 
 
 def __getattr__(name: str) -> Any:
     # Imported on demand: other clients start faster, and do not need numpy.
+    if name == "BlockingDeviceMemory":
+        from forged.client.blocking_device_memory import BlockingDeviceMemory
+
+        return BlockingDeviceMemory
     if name == "DeviceMemory":
         from forged.client.device_memory import DeviceMemory
 

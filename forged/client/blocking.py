@@ -127,7 +127,7 @@ class BlockingClient(BlockingFacade[ForgedClient]):
 
     def signal(self, signal: Signal) -> None:
         """Send a signal, which may get lost."""
-        self._opened_loop().call(self.aio.signal, signal)
+        self.loop.call(self.aio.signal, signal)
 
     def serve(self, request: type[Request[R]], handler: Callable[[Any], R]) -> None:
         """Answer requests of this type from the daemon; the handler runs in a thread of its own."""
@@ -135,7 +135,7 @@ class BlockingClient(BlockingFacade[ForgedClient]):
         async def answer(received: Any) -> R:
             return await anyio.to_thread.run_sync(handler, received, abandon_on_cancel=True)
 
-        self._opened_loop().call(self.aio.serve, request, answer)
+        self.loop.call(self.aio.serve, request, answer)
 
     def facts(
         self,
@@ -148,7 +148,7 @@ class BlockingClient(BlockingFacade[ForgedClient]):
 
         async def subscribe(client: ForgedClient) -> BlockingFacts:
             stream = client.facts(*types, since=since, jobs=jobs, until=until)
-            return BlockingFacts(await stream.__aenter__(), self._opened_loop())
+            return BlockingFacts(await stream.__aenter__(), self.loop)
 
         return self._run(subscribe)
 
@@ -264,9 +264,11 @@ class BlockingClient(BlockingFacade[ForgedClient]):
     backup = blocking(ForgedClient.backup)
 
     def _run(self, call: Callable[[ForgedClient], Awaitable[R]]) -> R:
-        return self._opened_loop().run(call, self.aio)
+        return self.loop.run(call, self.aio)
 
-    def _opened_loop(self) -> LoopThread:
+    @property
+    def loop(self) -> LoopThread:
+        """The loop that the asynchronous client runs on."""
         if self._loop is None:
             raise _not_open()
         return self._loop

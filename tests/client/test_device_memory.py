@@ -258,7 +258,9 @@ async def test_worker_that_is_gone_cannot_restore_its_blocks(client: ForgedClien
 
 async def test_example_of_the_page_runs(client: ForgedClient, capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
-    [example] = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "DeviceMemory" in block]
+    [example] = [
+        block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "import DeviceMemory" in block
+    ]
     names: dict[str, Any] = {}
     exec(example, names)
     await names["compute"](client, JOB, "w0", INCARNATIONS["w0"])
