@@ -226,10 +226,11 @@ def test_examples_of_the_traces_page_print_what_it_says(
     page = ROOT / "docs" / "memory-traces.md"
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    first, second = blocks(page, "python")
-    exec(first, names)
-    assert f"```\n{capsys.readouterr().out}```" in page.read_text()
-    exec(second, names)
+    first, served, _, pictures = blocks(page, "python")
+    for example, of in ((first, names), (served, {})):
+        exec(example, of)
+        assert f"```\n{capsys.readouterr().out}```" in page.read_text()
+    exec(pictures, names)
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 

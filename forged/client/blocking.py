@@ -242,6 +242,7 @@ class BlockingClient(BlockingFacade[ForgedClient]):
     pull_model = blocking(ForgedClient.pull_model)
 
     register_device = blocking(ForgedClient.register_device)
+    plan_offsets = blocking(ForgedClient.plan_offsets)
     allocate_memory = blocking(ForgedClient.allocate_memory)
     free_memory = blocking(ForgedClient.free_memory)
     change_blocks = blocking(ForgedClient.change_blocks)

@@ -87,6 +87,7 @@ class BlockingDeviceMemory(BlockingFacade[DeviceMemory]):
         """The worker's blocks in this device, by name, as they are now."""
         return self._loop.call(lambda: dict(self._memory.blocks))
 
+    plan_offsets = blocking(DeviceMemory.plan_offsets)
     allocate = blocking(DeviceMemory.allocate)
     free = blocking(DeviceMemory.free)
     change = blocking(DeviceMemory.change)

@@ -1,7 +1,8 @@
 """The memory of a worker's device, with the blocks that the worker has in it.
 
 Invariants:
-- The blocks outlive the daemon: after each reconnection the device is registered and its blocks are asserted again.
+- The blocks outlive the daemon: after each reconnection the device is registered, its planned offsets are too, and its
+  blocks are asserted again.
 - A block that was evicted is told once, as soon as it is known, and is among the blocks no more.
 - A block is copied when all moves that its move waits for are committed, and has its new handle when its own one is.
 """
@@ -34,9 +35,10 @@ from forged.memory.messages import (
     CompactionPlanned,
     HeldBlock,
     Move,
+    OffsetPlanView,
     Wanted,
 )
-from forged.memory.model import BlockStatus, GpuDevice, MemoryBlock
+from forged.memory.model import BlockStatus, GpuDevice, MemoryBlock, PlannedBlock
 
 T = TypeVar("T")
 
@@ -81,6 +83,7 @@ class DeviceMemory:
         self._clock = clock or SystemClock()
         self._log = log
         self._blocks: dict[str, HeldBlock] = {}
+        self._planned: list[PlannedBlock] = []
         self._lock = anyio.Lock()
         """Held while blocks are asserted or freed: a freed block must not be asserted."""
         self._connection_changed = anyio.Event()
@@ -100,6 +103,11 @@ class DeviceMemory:
     def blocks(self) -> Mapping[str, HeldBlock]:
         """The worker's blocks in this device, by name."""
         return MappingProxyType(self._blocks)
+
+    async def plan_offsets(self, blocks: Sequence[PlannedBlock]) -> OffsetPlanView:
+        """Give blocks of these names their planned offsets, also after a restart of the daemon; none ends the plan."""
+        self._planned = list(blocks)
+        return await self._asked(partial(self._client.plan_offsets, *self._worker, self.name, self._planned))
 
     async def allocate(
         self, *wanted: Wanted, all_or_none: bool = False, evict: bool = True, wait_s: float = 0.0
@@ -259,6 +267,8 @@ class DeviceMemory:
             while True:
                 await self._client.register_device(*self._worker, self._device)
                 try:
+                    if self._planned:
+                        await self._client.plan_offsets(*self._worker, self.name, self._planned)
                     await self._assert_all()
                 except RequestRefused as refusal:
                     if refusal.code != DEVICE_UNKNOWN:

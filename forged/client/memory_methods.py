@@ -19,9 +19,10 @@ if TYPE_CHECKING:
         FitPlace,
         Handle,
         HeldBlock,
+        OffsetPlanView,
         Wanted,
     )
-    from forged.memory.model import GpuDevice
+    from forged.memory.model import GpuDevice, PlannedBlock
 
 ANSWER_S = 30.0
 """How long the answer may take after the wait for memory."""
@@ -35,6 +36,20 @@ class MemoryMethods(DaemonMethods):
         from forged.memory.messages import RegisterDevice
 
         return await self.request(RegisterDevice(job, worker_id, incarnation, device))
+
+    async def plan_offsets(
+        self, job: str, worker_id: str, incarnation: bytes, device: str, blocks: Sequence[PlannedBlock]
+    ) -> OffsetPlanView:
+        """Plan the offsets of the worker's blocks on its own device, in place of an earlier plan; none ends it."""
+        from forged.memory.messages import PLAN_PAGE_MAX, PlanOffsets
+
+        start = 0
+        while True:
+            page = list(blocks[start : start + PLAN_PAGE_MAX])
+            view = await self.request(PlanOffsets(job, worker_id, incarnation, device, page, start))
+            start += len(page)
+            if start >= len(blocks):
+                return view
 
     async def allocate_memory(
         self,

@@ -15,11 +15,13 @@ import msgspec
 
 from forged.auth.model import Role
 from forged.kernel.messages import Fact, Nothing, Request
-from forged.memory.model import AllocationRequest, GpuDevice, MemoryBlock, PoolStats
+from forged.memory.model import AllocationRequest, GpuDevice, MemoryBlock, PlannedBlock, PoolStats
 from forged.pagination import PAGE_ENTRIES_MAX
 
 BATCH_MAX = 256
 """Blocks in one request."""
+PLAN_PAGE_MAX = 4096
+"""Planned blocks in one request."""
 
 
 class Handle(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -120,6 +122,18 @@ class Forecast(msgspec.Struct, frozen=True):
     samples: int
 
 
+class OffsetPlanView(msgspec.Struct, frozen=True):
+    """The planned offsets of a device, and how well they were met."""
+
+    blocks: int
+    height: int
+    """The highest end of a planned block."""
+    placed: int
+    """How many blocks got their planned offsets."""
+    missed: int
+    """How many planned blocks went elsewhere: larger than planned, or their place was taken."""
+
+
 class DeviceView(msgspec.Struct, frozen=True):
     """A device with what is known of its memory."""
 
@@ -136,6 +150,7 @@ class DeviceView(msgspec.Struct, frozen=True):
     """Whether the daemon has restarted and waits for the owners of blocks."""
     eviction: str
     """By which policy cached blocks give way: `lru` or `cost`."""
+    offset_plan: OffsetPlanView | None = None
 
 
 class FitPlace(msgspec.Struct, frozen=True):
@@ -257,6 +272,25 @@ class RegisterDevice(Request[DeviceView], frozen=True):
     worker_id: str
     incarnation: bytes
     device: GpuDevice
+
+
+class PlanOffsets(Request[OffsetPlanView], frozen=True):
+    """Plan the offsets of blocks on a device of the worker's own, in pages: with `start` 0 a new plan begins.
+
+    A block of a planned name gets its planned offset if that is free, and others stay above the plan while there is
+    room; beyond that the best fit is taken. Planned blocks count as blocks against the limits. No blocks: no plan.
+    """
+
+    needs: ClassVar[Role] = Role.WORKER
+    decides: ClassVar[bool] = False
+
+    job: str
+    worker_id: str
+    incarnation: bytes
+    device: str
+    blocks: list[PlannedBlock]
+    start: int = 0
+    """How many blocks of the plan were in earlier pages."""
 
 
 class AllocateMemory(Request[list[Allocated]], frozen=True):
@@ -396,6 +430,7 @@ class FindFit(Request[list[FitPlace]], frozen=True):
 
 REQUESTS = (
     RegisterDevice,
+    PlanOffsets,
     AllocateMemory,
     FreeMemory,
     ChangeBlocks,

@@ -80,6 +80,15 @@ class AllocationResult(msgspec.Struct, frozen=True, gc=False):
     error: str | None = None
 
 
+class PlannedBlock(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Where a block goes: `Packing.offsets` of a planned trace for the block of this name."""
+
+    name: str
+    offset: int
+    size: int
+    """A larger block of this name goes elsewhere."""
+
+
 class PoolStats(msgspec.Struct, frozen=True, gc=False):
     """The use of a device's memory; `total_bytes` is `allocated_bytes` and `free_bytes`."""
 

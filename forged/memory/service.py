@@ -47,8 +47,10 @@ from forged.memory.messages import (
     ListBlocks,
     ListDevices,
     MemoryPressure,
+    OffsetPlanView,
     OutOfMemory,
     PlanCompaction,
+    PlanOffsets,
     RegisterDevice,
 )
 from forged.memory.pool.eviction import LRU
@@ -64,7 +66,7 @@ TERM_BITS = 32
 WAIT_MAX_S = 600.0
 """No request waits longer."""
 
-WorkersRequest = RegisterDevice | AllocateMemory | FreeMemory | ChangeBlocks | AssertBlocks | CommitMove
+WorkersRequest = RegisterDevice | PlanOffsets | AllocateMemory | FreeMemory | ChangeBlocks | AssertBlocks | CommitMove
 
 
 class MemoryService:
@@ -99,6 +101,7 @@ class MemoryService:
     def _subscribe(self) -> None:
         bus = self._bus
         bus.serve(RegisterDevice, self._register, owner=OWNER)
+        bus.serve(PlanOffsets, self._plan_offsets, owner=OWNER)
         bus.serve(AllocateMemory, self._allocate, owner=OWNER)
         bus.serve(FreeMemory, self._free, owner=OWNER)
         bus.serve(ChangeBlocks, self._change, owner=OWNER)
@@ -151,6 +154,9 @@ class MemoryService:
         self._has_devices.set()
         self._record_facts()
         return device.view(self.table.eviction_of(request.job))
+
+    def _plan_offsets(self, request: PlanOffsets, call: Call) -> OffsetPlanView:
+        return self.table.plan_offsets(request, self._owner(request, call, self._now())).view()
 
     def _allocate(self, request: AllocateMemory, call: Call) -> list[Allocated] | Awaitable[list[Allocated]]:
         now = self._now()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 from collections.abc import AsyncIterator
@@ -246,6 +247,28 @@ async def test_daemon_that_restarts_between_registration_and_assertion_gets_both
         await runner.reopen()
         while set(await held(client)) != {"a"}:
             await asyncio.sleep(0)
+
+
+async def test_planned_offsets_are_served_also_after_a_restart(
+    runner: DaemonRunner, client: ForgedClient, tmp_path: Path
+) -> None:
+    offsets = [{"id": name, "offset": place * SIZE, "size": SIZE} for name, place in (("a", 2), ("b", 0), ("c", 1))]
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps({"offsets": offsets}))
+    names: dict[str, Any] = {}
+    page = (Path(__file__).parents[2] / "docs" / "memory-traces.md").read_text()
+    [example] = [
+        block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "import DeviceMemory" in block
+    ]
+    exec(example, names)
+    other = DeviceMemory(client, JOB, "w1", INCARNATIONS["w1"], DEVICE)
+    async with memory_of(client) as memory, other:
+        await names["serve"](memory, file)
+        (first,) = await memory.allocate(wanted("a"))
+        await runner.reopen()
+        replies = await memory.allocate(wanted("b"), wanted("c"), wanted("other"), wait_s=HANGS_S)
+        assert [one.offset for one in (first, *replies)] == [2 * SIZE, 0, SIZE, 3 * SIZE]
+        assert (await memory.plan_offsets([])).blocks == 0
 
 
 async def test_worker_that_is_gone_cannot_restore_its_blocks(client: ForgedClient) -> None:

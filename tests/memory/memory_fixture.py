@@ -91,7 +91,8 @@ class MemoryDaemon:
             (device.name, one) for owner in table.owners.values() for device, of in owner.blocks.items() for one in of
         }
         assert counted == {(name, one) for name, found in ids.items() for one in found}
-        assert table.block_shares.used == len(counted)
+        planned = sum(len(device.offset_plan.places) for device in self.devices if device.offset_plan is not None)
+        assert table.block_shares.used == len(counted) + planned
         assert table.device_shares.used == len(self.devices)
 
     async def register(self, worker: str = "w0", device: str = "gpu0", total: int = 64 * KIB) -> DeviceView:

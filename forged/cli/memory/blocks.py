@@ -74,6 +74,12 @@ def _fields(view: Row) -> Row:
     fields |= {"evictable": size(view.get("evictable_bytes")), "eviction": view.get("eviction")}
     fields |= {"pressure": percent(view.get("pressure"))}
     fields |= forecast_in_words(view) | {"waiting": view.get("waiting")}
+    plan = answers.map_in(view, "offset_plan") if view.get("offset_plan") else {}
+    if plan:
+        fields["planned offsets"] = (
+            f"{plan.get('blocks')} blocks, up to {size(plan.get('height'))}; "
+            f"{plan.get('placed')} placed, {plan.get('missed')} missed"
+        )
     if view.get("is_asserting"):
         fields["state"] = "asserting: the daemon has restarted and waits for the owners of blocks"
     return fields

@@ -38,10 +38,14 @@ def plan_trace(options: Options) -> int:
     packing: Packing | None = None
     problem: TraceRefused | None = None
     try:
-        packing = plan(trace.buffers, capacity, NODES_MAX if options.nodes_max is None else options.nodes_max)
+        packing = plan(
+            trace.buffers, capacity, NODES_MAX if options.nodes_max is None else options.nodes_max, options.alignment
+        )
     except (TraceDoesNotFit, FitUnknown) as refused:
         problem = refused
-    reply = _about(options, trace) | {"capacity": capacity} | _outcome(packing, problem)
+    except MemoryRefused as refused:
+        raise _misused(refused) from refused
+    reply = _about(options, trace) | {"capacity": capacity} | _outcome(trace, packing, problem)
     _draw(options, trace, packing, capacity)
 
     def show() -> None:
@@ -102,7 +106,7 @@ def _replayed(trace: TraceFile, capacity: int | None, policy: str, alignment: in
         problem = refused
     except MemoryRefused as refused:
         raise _misused(refused) from refused
-    return {"policy": policy, "capacity": capacity} | _outcome(packing, problem) | evicted, packing
+    return {"policy": policy, "capacity": capacity} | _outcome(trace, packing, problem) | evicted, packing
 
 
 def _replay_row(found: Row) -> Row:
@@ -150,10 +154,10 @@ def _about(options: Options, trace: TraceFile) -> Row:
     return {"file": options.file, "format": trace.format, "buffers": len(trace.buffers)}
 
 
-def _outcome(packing: Packing | None, problem: TraceRefused | None) -> Row:
+def _outcome(trace: TraceFile, packing: Packing | None, problem: TraceRefused | None) -> Row:
     """Where the buffers go, or why not; `fits` is null if neither is known."""
     if packing is not None:
-        offsets = [{"id": one, "offset": offset} for one, offset in packing.offsets.items()]
+        offsets = [{"id": one.id, "offset": packing.offsets[one.id], "size": one.size} for one in trace.buffers]
         found: Row = {"fits": True, "height": packing.height, "peak": packing.peak, "offsets": offsets}
         return found | {"problem": None, "fix": None}
     assert problem is not None

@@ -18,6 +18,7 @@ from forged.memory.book import refusals
 from forged.memory.book.attempt import Attempt
 from forged.memory.book.device import Device, Moment, Owner
 from forged.memory.book.device_table import DeviceTable
+from forged.memory.book.offset_plan import OffsetPlan
 from forged.memory.errors import argument_invalid
 from forged.memory.messages import (
     BATCH_MAX,
@@ -395,8 +396,9 @@ def _not_there(device: Device, attempt: Attempt, wanted: Sequence[Wanted]) -> li
 
 
 def _allocated(device: Device, owner: Owner, wanted: Wanted, now: Moment) -> Block | None:
-    """The block in a hole; None if there is none for it."""
-    return device.core.allocate(
+    """The block in a hole, at its planned offset if it has one; None if there is no hole for it."""
+    block = None if device.offset_plan is None else _placed(device, device.offset_plan, owner, wanted, now)
+    return block or device.core.allocate(
         wanted.request,
         now.wall,
         owner.block_id(wanted.name),
@@ -404,6 +406,25 @@ def _allocated(device: Device, owner: Owner, wanted: Wanted, now: Moment) -> Blo
         owner=owner.worker_id,
         content=wanted.content,
         reload_s=wanted.reload_s,
+    )
+
+
+def _placed(device: Device, plan: OffsetPlan, owner: Owner, wanted: Wanted, now: Moment) -> Block | None:
+    """The block at its planned offset, or above the plan; None if neither is free."""
+    core, request, block_id = device.core, wanted.request, owner.block_id(wanted.name)
+    place = plan.place(core, block_id, request)
+    if place is None:
+        return None
+    return core.allocate_at(
+        request,
+        place.offset,
+        now.wall,
+        block_id,
+        is_cached=wanted.cached,
+        owner=owner.worker_id,
+        content=wanted.content,
+        reload_s=wanted.reload_s,
+        hole=place.hole,
     )
 
 

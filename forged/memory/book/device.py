@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from forged.memory.book.attempt import Attempt
+from forged.memory.book.offset_plan import OffsetPlan
 from forged.memory.forecast import PressureLevel, UsageWindow, seconds_left
 from forged.memory.functions import memory_pressure
 from forged.memory.messages import CompactionPlan, DeviceView, Forecast, Handle, HeldBlock, Move
@@ -85,6 +86,7 @@ class Device:
     next_plan_at: float = 0.0
     is_search_due: bool = False
     """Whether cached blocks have not been searched for a request that waits, for want of time."""
+    offset_plan: OffsetPlan | None = None
     last_listed: str = ""
     """The last block of the last page that was read: the next page begins near it."""
 
@@ -123,6 +125,7 @@ class Device:
             self.forecast(),
             self.assert_until is not None,
             eviction,
+            None if self.offset_plan is None else self.offset_plan.view(),
         )
 
     def plan_view(self, plan: MovePlan, expires_in_s: float) -> CompactionPlan:

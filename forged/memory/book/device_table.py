@@ -18,7 +18,16 @@ from forged.kernel.messages import Fact
 from forged.memory.book import refusals
 from forged.memory.book.attempt import Attempt
 from forged.memory.book.device import Device, Moment, Owner, WorkerKey
-from forged.memory.messages import BlocksFreed, CompactionEnded, DeviceRegistered, DeviceRemoved, RegisterDevice
+from forged.memory.book.offset_plan import OffsetPlan
+from forged.memory.messages import (
+    PLAN_PAGE_MAX,
+    BlocksFreed,
+    CompactionEnded,
+    DeviceRegistered,
+    DeviceRemoved,
+    PlanOffsets,
+    RegisterDevice,
+)
 from forged.memory.pool.blocks import Block
 from forged.memory.pool.core import PoolCore
 from forged.memory.pool.eviction import LRU, RoomPlan, eviction_order, find_room
@@ -187,6 +196,7 @@ class DeviceTable:
                 if len(known.core):
                     raise refusals.device_changed(name, known.core.total, described.total_memory, len(known.core))
                 self.last_epoch = max(self.last_epoch, known.plan_epoch)
+                self._drop_offset_plan(known)
                 known.core = PoolCore(described.total_memory, self.last_epoch)
                 self.changed(known, now)
             known.device = described
@@ -209,6 +219,7 @@ class DeviceTable:
         if not devices:
             del self.jobs[owner.job]
         self.device_shares.give_back(owner.holder)
+        self._drop_offset_plan(device)
         self.last_epoch = max(self.last_epoch, device.plan_epoch)
         fact = DeviceRemoved(device.name, reason, len(core), device.used_bytes)
         self.facts.append((owner.job, fact))
@@ -217,6 +228,36 @@ class DeviceTable:
             other = self.owners.get((owner.job, worker_id), owner)
             self.block_shares.give_back(other.holder, len(other.blocks.pop(device)))
         self.end_waiting(device, refusals.device_unknown(owner.job, device.name))
+
+    def plan_offsets(self, request: PlanOffsets, owner: Owner) -> OffsetPlan:
+        """Plan the offsets of the owner's blocks: a page of a plan. What is refused changes nothing."""
+        device = self.device(request.job, request.device)
+        if device.owner is not owner:
+            raise refusals.device_of_another(device.name, owner.worker_id)
+        plan = device.offset_plan if request.start and device.offset_plan is not None else OffsetPlan()
+        refusals.require_between("blocks", len(request.blocks), 0, PLAN_PAGE_MAX)
+        refusals.require_between("start", request.start, 0, len(plan.places))
+        for block in request.blocks:
+            refusals.require_name("name", block.name)
+            refusals.require_between(f"size of {block.name}", block.size, 1, device.core.total)
+            refusals.require_between(f"offset of {block.name}", block.offset, 0, device.core.total - block.size)
+        ids = [owner.block_id(block.name) for block in request.blocks]
+        added = len({block_id for block_id in ids if block_id not in plan.places})
+        replaced = 0 if plan is device.offset_plan or device.offset_plan is None else len(device.offset_plan.places)
+        if added > replaced and not self.block_shares.fits(owner.holder, added - replaced):
+            raise refusals.blocks_full(self.block_shares.shortage(owner.holder))
+        if replaced:
+            self._drop_offset_plan(device)
+        if added:
+            self.block_shares.charge(owner.holder, added)
+        plan.add(ids, request.blocks)
+        device.offset_plan = plan if plan.places else None
+        return plan
+
+    def _drop_offset_plan(self, device: Device) -> None:
+        if device.offset_plan is not None:
+            self.block_shares.give_back(device.owner.holder, len(device.offset_plan.places))
+            device.offset_plan = None
 
     def changed(self, device: Device, now: Moment) -> None:
         """Note that a device has changed: its plan may have ended, and waiting requests may fit."""
@@ -242,6 +283,8 @@ class DeviceTable:
             blocks = owner.blocks[device] = {}
         for block in entered:
             blocks[block.block_id] = None
+            if device.offset_plan is not None:
+                device.offset_plan.note(block)
 
     def gone(self, device: Device, block: Block, owner: Owner | None = None) -> None:
         """Count a block no more that was freed."""

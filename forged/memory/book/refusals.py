@@ -23,6 +23,11 @@ def device_unknown(job: str, device: str) -> RequestRefused:
     return RequestRefused("memory_device_unknown", text, "see ListDevices; a device goes with its worker")
 
 
+def device_of_another(device: str, worker_id: str) -> RequestRefused:
+    text = f"device {device} is not one of worker {worker_id}, and its offsets are planned by its owner"
+    return RequestRefused("memory_device_of_another", text, "plan the offsets of a device of your own")
+
+
 def device_changed(device: str, total: int, given: int, blocks: int) -> RequestRefused:
     text = f"device {device} has {total} bytes and {blocks} blocks; it cannot get {given} bytes"
     return RequestRefused("memory_device_changed", text, "free its blocks first")

@@ -119,8 +119,12 @@ class PoolCore:
         alignment: int = 1,
         content: str = "",
         reload_s: float | None = None,
+        hole: Block | None = None,
     ) -> Block:
-        """Enter a block at the offset that it has already; refused unless all of its bytes are free."""
+        """Enter a block at the offset that it has already; refused unless all of its bytes are free.
+
+        The hole that has these bytes need not be looked for if it is given.
+        """
         offset, size = checked_size("offset", block.offset), checked_size("size", block.size)
         if not size or block.status is FREE:
             raise errors.argument_invalid("block", block, "a block of at least one byte that is not free")
@@ -130,7 +134,7 @@ class PoolCore:
             raise errors.argument_invalid("alignment", alignment, "a power of two that the offset is a multiple of")
         if block.block_id in self._blocks:
             raise errors.block_taken(block.block_id)
-        hole = self._hole_around(offset, size)
+        hole = hole or self._hole_around(offset, size)
         if hole is None:
             raise errors.place_taken(block.block_id, offset, size)
         made = self._carve(hole, offset, size)
@@ -145,6 +149,36 @@ class PoolCore:
         made.reload_s = reload_s
         self._enter(made, block.status)
         return made
+
+    def allocate_at(
+        self,
+        request: AllocationRequest,
+        offset: int,
+        now: float,
+        block_id: str = "",
+        *,
+        is_cached: bool = False,
+        owner: str = "",
+        content: str = "",
+        reload_s: float | None = None,
+        hole: Block | None = None,
+    ) -> Block | None:
+        """Allocate at an offset, in the hole if it is given; None if some of the bytes are not free or not aligned."""
+        needed, alignment = self.needed(request.size, request.alignment)
+        _, _, priority, now = _plain_values(request, now)
+        offset = checked_size("offset", offset)
+        hole = hole or self._hole_around(offset, needed)
+        if hole is None or offset & (alignment - 1):
+            return None
+        status = PINNED if request.pinned else CACHED if is_cached else ALLOCATED
+        return self.claim(
+            MemoryBlock(block_id, offset, needed, status, request.tensor_id, now, now, priority),
+            owner=owner,
+            alignment=alignment,
+            content=content,
+            reload_s=reload_s,
+            hole=hole,
+        )
 
     def free(self, block_id: str, version: int | None = None) -> Block:
         """Make the block's memory a hole, as one with the holes beside it."""
@@ -286,6 +320,21 @@ class PoolCore:
             if block.offset + block.size > start:
                 yield block
             block = block.after
+
+    def hole_at(self, offset: int, size: int, near: str, steps_max: int) -> Block | None:
+        """The hole that has all of these bytes.
+
+        It is looked for from the block of the id `near` on, which is below it, else from the first one on, among so
+        many neighbours; None if it is not found.
+        """
+        block = self._blocks.get(near, self._first.after)
+        for _ in range(steps_max):
+            if block is self._last or block.offset > offset:
+                return None
+            if offset < block.end:
+                return block if block.is_hole and offset + size <= block.end else None
+            block = block.after
+        return None
 
     def blocks_of_tensor(self, tensor_id: str | None) -> list[Block]:
         """By offset; looks at all blocks."""

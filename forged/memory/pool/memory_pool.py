@@ -41,14 +41,17 @@ class MemoryPool:
     def device(self) -> GpuDevice:
         return self._device
 
-    def allocate(self, request: AllocationRequest, now: float) -> AllocationResult:
+    def allocate(self, request: AllocationRequest, now: float, *, offset: int | None = None) -> AllocationResult:
         """Allocate a block in the smallest free one that fits; nothing is evicted.
 
+        With `offset`, such as one of `forged.memory.traces.plan`, the block goes there if all of its bytes are free.
         Without success the error says why, and what would help.
         """
         with self._lock:
             try:
-                block = self._core.allocate(request, now)
+                block = None if offset is None else self._core.allocate_at(request, offset, now)
+                if block is None:
+                    block = self._core.allocate(request, now)
             except MemoryInvalid as refused:
                 return AllocationResult(success=False, error=str(refused))
             if block is not None:

@@ -9,7 +9,7 @@ from forged.memory.traces.errors import (
     TraceTooLarge,
 )
 from forged.memory.traces.model import Buffer, BufferId, Event, Packing, Replay, events
-from forged.memory.traces.planner import plan
+from forged.memory.traces.planner import plan, planned_blocks
 from forged.memory.traces.replay import replay
 from forged.memory.traces.trace_files import TraceFile, read_trace
 
@@ -28,6 +28,7 @@ __all__ = [
     "TraceTooLarge",
     "events",
     "plan",
+    "planned_blocks",
     "read_trace",
     "replay",
 ]

@@ -11,7 +11,8 @@ import pytest
 
 from forged.cli.forgectl import candidates, main
 from forged.cli.process import EXIT_FAILED, EXIT_REFUSED
-from tests.cli.memory.conftest import GPU, JOB, KIB, TOTAL, MemoryCommands
+from forged.memory.model import PlannedBlock
+from tests.cli.memory.conftest import GPU, INCARNATION, JOB, KIB, TOTAL, MemoryCommands
 
 
 def cells(line: str) -> list[str]:
@@ -84,6 +85,23 @@ def test_device_is_shown_with_its_forecast_and_its_blocks(commands: MemoryComman
     reply = commands.json(f"show {GPU} --job {JOB}")
     assert reply["device"]["name"] == GPU
     assert [one["block"]["status"] for one in reply["blocks"]] == ["allocated", "free"]
+
+
+def test_offsets_of_a_planned_trace_are_served(commands: MemoryCommands, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("id,lower,upper,size\nweights,0,9,16000\nactivations,1,5,20000\ngradients,3,8,10000\n")
+    planned = commands.json(f"plan '{trace}' --alignment 256")
+    blocks = [PlannedBlock(str(one["id"]), one["offset"], one["size"]) for one in planned["offsets"]]
+    commands.client.plan_offsets(JOB, "w0", INCARNATION, GPU, blocks)
+    commands.allocate("other", 256)
+    for block in blocks:
+        commands.allocate(block.name, block.size)
+    listed = {one["handle"][0]: one["block"]["offset"] for one in commands.json(f"ls {GPU} --job {JOB}")["blocks"]}
+    assert {block.name: listed[block.name] for block in blocks} == {block.name: block.offset for block in blocks}
+    assert listed["other"] >= planned["height"]
+    lines = commands.lines(f"show {GPU} --job {JOB}")
+    assert fields(lines[: lines.index("")])["planned offsets"] == "3 blocks, up to 45.3 KiB; 3 placed, 0 missed"
+    assert commands.json(f"show {GPU} --job {JOB}")["device"]["offset_plan"]["placed"] == 3
 
 
 def test_unknown_device_and_job_are_refused(commands: MemoryCommands) -> None:

@@ -175,6 +175,15 @@ def test_allocation_evicts_nothing() -> None:
     assert status_of(pool, block_id) is CACHED
 
 
+def test_block_goes_to_a_planned_offset_if_that_is_free() -> None:
+    pool = pool_of(1000)
+    request = AllocationRequest("planned", 100, 100 - 36)
+    found = [pool.allocate(request, 0.0, offset=offset).offset for offset in (256, 320, 100, 64)]
+    # The second place is taken in part, the third is no multiple of the alignment.
+    assert found == [256, 0, 128, 384]
+    pool.validate()
+
+
 def test_failure_says_what_there_is_and_what_would_help() -> None:
     pool = pool_of(100)
     ids = filled(pool, 20, 20, 20, 20)

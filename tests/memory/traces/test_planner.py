@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forged.memory.traces import Buffer, FitUnknown, Packing, TraceDoesNotFit, TraceInvalid, plan
+from forged.memory.traces import Buffer, FitUnknown, Packing, TraceDoesNotFit, TraceInvalid, plan, planned_blocks
 from tests.memory.traces.buffers import check_packing, naive_height, traces
 
 ABOVE_PEAK = [
@@ -53,6 +53,32 @@ def test_sizes_near_2_to_the_63_are_exact(buffers: list[Buffer], factor: int) ->
     check_packing(large, found.offsets)
     assert found.peak == plan(buffers, nodes_max=500).peak * factor
     assert found.height % factor == 0
+
+
+@given(traces(size_max=20), st.sampled_from([1, 2, 8, 256]))
+def test_offsets_of_an_aligned_plan_are_multiples_of_the_alignment(buffers: list[Buffer], alignment: int) -> None:
+    rounded = [Buffer(one.id, one.lower, one.upper, -(-one.size // alignment) * alignment) for one in buffers]
+    found = plan(buffers, nodes_max=500, alignment=alignment)
+    assert found == plan(rounded, nodes_max=500)
+    assert all(offset % alignment == 0 for offset in found.offsets.values())
+    check_packing(rounded, found.offsets)
+
+
+def test_alignment_of_a_plan_must_be_a_power_of_two() -> None:
+    for alignment in (0, -1, 3, True, 2.0):
+        with pytest.raises(TraceInvalid, match="alignment must be"):
+            plan([], alignment=alignment)  # type: ignore[arg-type]
+
+
+def test_planned_blocks_have_the_ids_of_the_buffers_as_names() -> None:
+    buffers = [Buffer("a", 0, 2, 3), Buffer(1, 1, 3, 4)]
+    packing = plan(buffers)
+    blocks = planned_blocks(buffers, packing)
+    assert [(one.name, one.size) for one in blocks] == [("a", 3), ("1", 4)]
+    assert [one.offset for one in blocks] == [packing.offsets["a"], packing.offsets[1]]
+    twice = [Buffer("1", 0, 2, 3), Buffer(1, 1, 3, 4)]
+    with pytest.raises(TraceInvalid, match="different texts"):
+        planned_blocks(twice, plan(twice))
 
 
 def test_plan_of_no_buffers_is_empty() -> None:

@@ -70,6 +70,13 @@ def _traces(verbs: Any) -> None:
         positional(parser, "file", "FILE", help="a CSV of lifetimes, a log of RMM, or a memory snapshot of PyTorch")
         parser.add_argument("--device", type=count, metavar="N", help="which device of a PyTorch snapshot")
         _picture(parser)
+        parser.add_argument(
+            "--alignment",
+            type=byte_count,
+            default=1,
+            metavar="SIZE",
+            help="of all buffers, a power of two (default: 1)",
+        )
     planning.add_argument("--capacity", type=byte_count, metavar="SIZE", help=f"{SIZES} (default: the lowest found)")
     planning.add_argument("--nodes-max", type=count, metavar="N", help="bound of the search (default: half a minute)")
     replaying.add_argument(
@@ -77,9 +84,6 @@ def _traces(verbs: Any) -> None:
     )
     replaying.add_argument(
         "--policy", choices=POLICIES, action="append", help="where blocks go; repeatable (default: best_fit)"
-    )
-    replaying.add_argument(
-        "--alignment", type=byte_count, default=1, metavar="SIZE", help="of all buffers, a power of two (default: 1)"
     )
 
 
