@@ -19,7 +19,7 @@ import anyio
 from anyio.abc import TaskGroup
 from msgspec.structs import replace
 
-from forged.client.client import ForgedClient
+from forged.client.client import CLOSED, ForgedClient
 from forged.client.owner_task import OwnerTask
 from forged.client.stream import FactStream
 from forged.clock import Clock, SystemClock
@@ -33,6 +33,7 @@ from forged.memory.messages import (
     AssertBlocks,
     BlockEvicted,
     CompactionPlanned,
+    Handle,
     HeldBlock,
     Move,
     OffsetPlanView,
@@ -356,11 +357,21 @@ class DeviceMemory:
 
     async def _commit(self, epoch: int, move: Move) -> None:
         async with self._lock:
-            handle = await self._client.commit_move(*self._worker, self.name, epoch, move.number)
+            handle = await self._committed(epoch, move.number)
             held = self._blocks.get(handle.name)
             if held is not None:
                 block = replace(held.block, offset=move.destination)
                 self._blocks[handle.name] = replace(held, handle=handle, block=block)
+
+    async def _committed(self, epoch: int, number: int) -> Handle:
+        """Commit until it is answered: before, it is unknown where the block is."""
+        while True:
+            try:
+                return await self._client.commit_move(*self._worker, self.name, epoch, number)
+            except Unavailable as error:
+                if error.code == CLOSED.code:
+                    raise
+                await anyio.sleep(AGAIN_S)
 
 
 @contextmanager

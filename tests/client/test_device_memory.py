@@ -130,6 +130,31 @@ async def test_blocks_are_copied_to_make_room_for_a_request_that_waits(client: F
         assert await held(client) == {}
 
 
+async def test_commit_is_repeated_until_it_is_answered(client: ForgedClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit = client.commit_move
+    answers = 0
+
+    async def unanswered(*arguments: Any) -> Any:
+        nonlocal answers
+        handle = await commit(*arguments)
+        answers += 1
+        if answers == 1:
+            raise Unavailable("reloading", "state was reloaded from the store in between", "try again")
+        return handle
+
+    async def copy(move: Move) -> None:
+        """There is no content."""
+
+    monkeypatch.setattr(client, "commit_move", unanswered)
+    async with memory_of(client, copy=copy) as memory:
+        await memory.allocate(*map(wanted, "abcd"))
+        await memory.free("a", "c")
+        await memory.allocate(wanted("large", 2), wait_s=HANGS_S)
+        while places(await held(client)) != places(dict(memory.blocks)):
+            await asyncio.sleep(0)
+        assert answers == 2
+
+
 async def test_failed_copy_leaves_the_block_where_it_is(client: ForgedClient) -> None:
     failed = asyncio.Event()
 
