@@ -15,6 +15,7 @@ from itertools import product
 from tests.simulation.catalog import simulation as catalog
 from tests.simulation.data import simulation as data
 from tests.simulation.elastic import tally
+from tests.simulation.memory import simulation as memory
 from tests.simulation.registry import simulation as registry
 from tests.simulation.runner import MUTANTS, Kind, Outcome, command, kinds_for, simulate_pair
 
@@ -22,7 +23,13 @@ TRACE_LINES = 40
 PROCESSES = 2
 COVERING_SEEDS = 200
 """The first so many seeds meet all of `MUST_HAPPEN`."""
-MUST_HAPPEN = (*tally.MUST_HAPPEN, *data.MUST_HAPPEN, *catalog.MUST_HAPPEN, *registry.MUST_HAPPEN)
+MUST_HAPPEN = (
+    *tally.MUST_HAPPEN,
+    *data.MUST_HAPPEN,
+    *catalog.MUST_HAPPEN,
+    *registry.MUST_HAPPEN,
+    *memory.MUST_HAPPEN,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

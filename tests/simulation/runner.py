@@ -21,6 +21,8 @@ from tests.simulation.daemon import simulation as daemon
 from tests.simulation.data import mutants as data_mutants
 from tests.simulation.elastic import mutants as elastic_mutants
 from tests.simulation.elastic import simulation as elastic
+from tests.simulation.memory import mutants as memory_mutants
+from tests.simulation.memory import simulation as memory
 from tests.simulation.oracle import InvariantViolated
 from tests.simulation.registry import mutants as registry_mutants
 from tests.simulation.registry import simulation as registry
@@ -28,7 +30,13 @@ from tests.simulation.registry import simulation as registry
 CPU_S_MAX = 60.0
 """The CPU time limit of one seed; most take less than a second."""
 ELASTIC_MUTANTS = {**elastic_mutants.MUTANTS, **data_mutants.MUTANTS}
-MUTANTS = {**daemon_mutants.MUTANTS, **ELASTIC_MUTANTS, **catalog_mutants.MUTANTS, **registry_mutants.MUTANTS}
+MUTANTS = {
+    **daemon_mutants.MUTANTS,
+    **ELASTIC_MUTANTS,
+    **catalog_mutants.MUTANTS,
+    **registry_mutants.MUTANTS,
+    **memory_mutants.MUTANTS,
+}
 
 
 class NeverYields(SystemExit):
@@ -46,6 +54,8 @@ class Kind(StrEnum):
     """The checkpoint catalogue and the files of checkpoints."""
     REGISTRY = "registry"
     """The model registry: promoters, trainers and canaries."""
+    MEMORY = "memory"
+    """GPU memory: workers with devices, and workers with blocks on the devices of others."""
 
 
 SIMULATE: dict[Kind, Callable[[int, Callable[[Any], None]], Any]] = {
@@ -53,6 +63,7 @@ SIMULATE: dict[Kind, Callable[[int, Callable[[Any], None]], Any]] = {
     Kind.ELASTIC: elastic.simulate,
     Kind.CATALOG: catalog.simulate,
     Kind.REGISTRY: registry.simulate,
+    Kind.MEMORY: memory.simulate,
 }
 
 
@@ -80,6 +91,8 @@ def kinds_for(mutant: str | None) -> tuple[Kind, ...]:
         return (Kind.CATALOG,)
     if mutant in registry_mutants.MUTANTS:
         return (Kind.REGISTRY,)
+    if mutant in memory_mutants.MUTANTS:
+        return (Kind.MEMORY,)
     return (Kind.ELASTIC if mutant in ELASTIC_MUTANTS else Kind.SERVICE,)
 
 
