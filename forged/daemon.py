@@ -62,6 +62,8 @@ from forged.memory.messages import REQUESTS as MEMORY_REQUESTS
 from forged.memory.ports import EvictionPort, WorkersPort
 from forged.memory.service import MemoryService
 from forged.memory.settings import require_valid as require_valid_memory
+from forged.metrics.messages import REQUESTS as METRICS_REQUESTS
+from forged.metrics.service import MembersPort, MetricsService
 from forged.net.server import Server
 from forged.net.tickets import SideConnections, TicketRegistry
 from forged.net.transport.connection import ConnectionLimits
@@ -95,6 +97,7 @@ REQUESTS: Sequence[type[Request[Any]]] = (
     *JOB_REQUESTS,
     *TOKEN_REQUESTS,
     *ELASTIC_REQUESTS,
+    *METRICS_REQUESTS,
     *DATA_REQUESTS,
     *CATALOG_REQUESTS,
     *REGISTRY_REQUESTS,
@@ -150,7 +153,7 @@ class Daemon:
         self._make_catalog_services()
         self._make_memory_services()
         # The order in which they are loaded from the store.
-        training = (self.jobs, self.elastic, self.data, self.audit)
+        training = (self.jobs, self.elastic, self.metrics, self.data, self.audit)
         for owner in (*training, self.catalog, self.registry, self.slots, self.memory, self.tokens):
             self.ledger.register(owner)
         self.server = self._make_server()
@@ -186,6 +189,15 @@ class Daemon:
     def _make_training(self) -> None:
         config, ports, clock = self.config, self._ports, self._ports.clock
         self.elastic = ElasticService(self.bus, clock, self._is_refused, ports.token_bytes)
+        self.metrics = MetricsService(
+            self.bus,
+            clock,
+            MembersPort(
+                rank=self.elastic.registered_rank,
+                generation=self.elastic.generation,
+                registered=self.elastic.registered_workers,
+            ),
+        )
         self.data = DataService(self.bus, clock, ports.compute, ports.log, limits=_shard_limits(config))
         self.audit = AuditService(self.bus, ports.log)
 

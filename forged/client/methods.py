@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from forged.catalog.model import CheckpointMeta
     from forged.data.messages import AuditView, DataView, TransfersView, TransferTotals
     from forged.host.messages import SlotView
+    from forged.metrics.messages import TrainingView
 
 R = TypeVar("R")
 
@@ -183,6 +184,12 @@ class DaemonMethods:
     async def evict_worker(self, job: str, worker_id: str, reason: str = WISH) -> None:
         """Evict a worker: treat it as failed."""
         await self.request(EvictWorker(job, worker_id, reason))
+
+    async def read_training(self, job: str) -> TrainingView:
+        """A job's training metrics: logged values, rates, times of each worker, goodput."""
+        from forged.metrics.messages import ReadTraining
+
+        return await self.request(ReadTraining(job))
 
     async def pause_job(self, job: str, reason: str = WISH) -> ControlReply:
         """Pause training after the current step."""

@@ -64,7 +64,7 @@ from forged.elastic.rescale.attempt import StopReport
 from forged.elastic.runtime.decisions import OWNER
 from forged.elastic.runtime.job_loop import JobLoop, RefusesConnections
 from forged.elastic.runtime.job_table import JobTable
-from forged.elastic.status.views import cluster_view, control_reply, drain_remarks, plan, worker_view
+from forged.elastic.status.views import cluster_view, control_reply, drain_remarks, plan, rank_of, worker_view
 from forged.errors import RequestRefused
 from forged.jobs.model import CreateJob, JobChanged, JobRemoved
 from forged.kernel.bus import Bus
@@ -174,6 +174,12 @@ class ElasticService:
         """Whether this worker is registered with a job."""
         coordinator = self.coordinators.get(job)
         return coordinator is not None and coordinator.members.find(worker_id, incarnation) is not None
+
+    def registered_rank(self, job: str, worker_id: str, incarnation: bytes) -> int | None:
+        """The rank of this worker in the committed world, -1 outside it; None if it is not registered."""
+        coordinator = self.coordinators.get(job)
+        member = None if coordinator is None else coordinator.members.find(worker_id, incarnation)
+        return None if coordinator is None or member is None else rank_of(coordinator, member)
 
     def registered_workers(self) -> dict[str, list[tuple[str, bytes]]]:
         """By job: the ids and incarnations of all registered workers."""

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from copy import copy
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, SupportsFloat, TypeVar
 
 from forged.blocking.facade import BlockingFacade, blocking
 from forged.blocking.loop_thread import LoopThread
@@ -221,6 +221,20 @@ class Training(BlockingFacade[ElasticWorker]):
     def batch(self) -> Indices:
         """This worker's samples of the present step."""
         return self.worker.batch()
+
+    # Metrics.
+
+    def log(self, step: int | None = None, **values: SupportsFloat) -> None:
+        """Log values of a step for operators and sinks; by default of the present one. Any thread may call it.
+
+        Nothing waits for it: the daemon gets the newest value of each name once a second. Names have at most 64
+        characters, and there are at most 64. A value that is not finite is told at once.
+        """
+        self.worker.log(step, **values)
+
+    def measure_saving(self) -> AbstractContextManager[None]:
+        """Count the time inside the block as the saving of a checkpoint. `Checkpoints` does so by itself."""
+        return self.worker.measure_saving()
 
     # Collectives.
 

@@ -37,6 +37,7 @@ from forged.worker.errors import JobEnded, WorkerEvicted
 from forged.worker.events import RescaleHooks
 from forged.worker.fact_listener import FactListener
 from forged.worker.mesh import Mesh
+from forged.worker.metrics_report import LoggedValues, MetricsReporter
 from forged.worker.process.worker_process import WorkerProcess
 from forged.worker.registration import LEAVE_TIMEOUT_S, HeartbeatSender, Registration, WaitReporter
 from forged.worker.rescaler import Rescaler
@@ -65,6 +66,7 @@ class WorkerSession:
         client: ForgedClient,
         mesh: Mesh,
         catalog: WorkerCatalog,
+        logged: LoggedValues,
         tasks: TaskGroup,
     ) -> None:
         self.state = state
@@ -86,6 +88,7 @@ class WorkerSession:
         self.listener = FactListener(spec, state, self._registration, self._heartbeat, self.drain, mesh, catalog, tasks)
         self.wait_reporter = WaitReporter(self._registration, tasks, log)
         self._standstill = StandstillReporter(state, self._registration, hooks, tasks, clock, log)
+        self.metrics = MetricsReporter(state, self._registration, logged, log)
         client.connection_listeners.append(state.wake)
         self._leave_report = LeaveReport(state, self._registration, self._usage, catalog, spec.process)
         self.rescaler: Rescaler | None = None
@@ -111,6 +114,11 @@ class WorkerSession:
     def endpoint(self) -> str:
         """The daemon that the worker is connected to."""
         return self._client.endpoint or ""
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a connection to a daemon."""
+        return self._registration.is_connected
 
     def descriptors(self) -> list[int]:
         """The file descriptors of all connections, which a forked child must not keep."""
@@ -140,6 +148,8 @@ class WorkerSession:
         self._tasks.start_soon(self._standstill.run)
         self._tasks.start_soon(self._catalog.run)
         self._tasks.start_soon(self._usage.run)
+        self._tasks.start_soon(self.metrics.run)
+        self._tasks.start_soon(self.metrics.run_urgent)
         self.listener.begin_to_ask()
         return rescaler
 
@@ -219,6 +229,7 @@ class WorkerSession:
         if self._spec.process.is_forked:
             return
         if self._is_registered:
+            self.metrics.report()
             await self._leave_report.send(LeaveReason(reason, failed, done))
         else:
             # The script may have been interrupted while it registered, and that may be leaving at this moment.
@@ -250,6 +261,7 @@ async def open_session(
     wanted: WorkerId,
     endpoints: tuple[str, ...],
     catalog: WorkerCatalog,
+    logged: LoggedValues,
 ) -> AsyncIterator[WorkerSession]:
     """Connect to the daemon and listen for peers inside the block; the worker leaves at its end."""
     client = ForgedClient(
@@ -266,7 +278,7 @@ async def open_session(
         _open_mesh(spec, state, incarnation, wanted, client) as mesh,
         anyio.create_task_group() as tasks,
     ):
-        session = WorkerSession(spec, state, hooks, incarnation, client, mesh, catalog, tasks)
+        session = WorkerSession(spec, state, hooks, incarnation, client, mesh, catalog, logged, tasks)
         try:
             yield session
         except Exception as error:  # noqa: BLE001 - raised below: a task group would wrap it in an exception group

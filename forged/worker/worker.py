@@ -12,8 +12,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager
+from functools import partial
 from random import Random, SystemRandom
-from typing import Any, Self
+from typing import Any, Self, SupportsFloat
 
 import anyio
 import msgspec
@@ -49,6 +50,7 @@ from forged.worker.drain import Leaving
 from forged.worker.errors import JobEnded, WorkerEvicted
 from forged.worker.events import Event, WorkerEvents
 from forged.worker.host_slots import SlotUser, WorkerSlots
+from forged.worker.metrics_report import LoggedValues
 from forged.worker.process.sigterm import SIGTERM_REASON
 from forged.worker.process.worker_process import OwnProcess, WorkerProcess
 from forged.worker.session import WorkerSession, open_session, reason_of
@@ -58,6 +60,7 @@ from forged.worker.transport.bulk_channel import BulkTransport
 from forged.worker.transport.peer_tls import PeerTls
 from forged.worker.worker_state.progress import TrainingProgress
 from forged.worker.worker_state.session_state import SessionState, WorkerSpec
+from forged.worker.worker_state.step_clock import StepClock
 
 JOB = "default"
 
@@ -124,6 +127,7 @@ class ElasticWorker:
         self._state = SessionState(self._wanted, self._progress, now=self._spec.clock.wall())
         self._events = WorkerEvents(log)
         self._catalog = WorkerCatalog(self._spec.clock, log)
+        self._logged = LoggedValues()
         self._session: WorkerSession | None = None
         self._steps: StepLoop | None = None
         """Both are None while the worker is not connected."""
@@ -382,15 +386,22 @@ class ElasticWorker:
                 self._sessions += 1
                 self._progress.begin_session(counters)
                 state = self._state = SessionState(
-                    self.worker_id, self._progress, counters, self._spec.clock.wall(), self._events.world_over.fire
+                    self.worker_id,
+                    self._progress,
+                    counters,
+                    self._spec.clock.wall(),
+                    self._events.world_over.fire,
+                    StepClock(self._spec.clock.monotonic),
                 )
                 async with open_session(
-                    self._spec, state, self, self.incarnation, self._wanted, endpoints, self._catalog
+                    self._spec, state, self, self.incarnation, self._wanted, endpoints, self._catalog, self._logged
                 ) as session:
                     self._session, self._steps = session, StepLoop(session, self.process)
+                    self._logged.wake = partial(self._loop.call_soon_threadsafe, session.metrics.wake)
                     yield self
         finally:
             # After the end of all tasks, which may use these in their last turn.
+            self._logged.wake = lambda: None
             current_world = self._state.current_world
             self._session = self._steps = current_world.world = current_world.counters = None
             self._progress.end_session()
@@ -543,6 +554,20 @@ class ElasticWorker:
         if self.sampler is None:
             raise RequestRefused("sampler_missing", "the worker has no sampler", "pass `sampler=` to the worker")
         return self.sampler.batch(self.rank, self.world_size)
+
+    # Metrics.
+
+    def log(self, step: int | None = None, **values: SupportsFloat) -> None:
+        """Log values of a step for operators and sinks; by default of the present one. Any thread may call it.
+
+        Nothing waits for it: the daemon gets the newest value of each name once a second. Names have at most 64
+        characters, and there are at most 64. A value that is not finite is told at once.
+        """
+        self._logged.log(self.step if step is None else step, values)
+
+    def measure_saving(self) -> AbstractContextManager[None]:
+        """Count the time inside the block as the saving of a checkpoint. `Checkpoints` does so by itself."""
+        return self._state.current_world.step_clock.saving()
 
     # Collectives.
 

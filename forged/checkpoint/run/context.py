@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -41,6 +42,11 @@ class RunContext:
         """The catalogue of this worker's job."""
         catalog: CheckpointCatalog | None = getattr(self.ranks, "checkpoint_catalog", None)
         return catalog
+
+    def measuring_save(self) -> AbstractContextManager[None]:
+        """Let this worker count the time inside the block as the saving of a checkpoint."""
+        measure: Callable[[], AbstractContextManager[None]] = getattr(self.ranks, "measure_saving", nullcontext)
+        return measure()
 
     @property
     def generation(self) -> int:

@@ -91,6 +91,12 @@ class RunSaves:
         if not reason:
             await self._copy(step, state, epoch, metrics)
             return None
+        with self._context.measuring_save():
+            return await self._save(step, state, epoch, metrics, reason)
+
+    async def _save(
+        self, step: int, state: Any, epoch: int | None, metrics: Mapping[str, SupportsFloat], reason: str
+    ) -> str:
         began_at = self._context.monotonic()
         name, is_saved, base = await self._name(step)
         if is_saved:

@@ -28,6 +28,7 @@ _CLAUSES: Mapping[str, tuple[str, ...]] = {
         ", after losing {peer}",
         " in generation {lost_generation}",
     ),
+    "NonFiniteLoss": ("{worker_id} logged {name} = {value}", " (rank {rank})", " at step {step}"),
     "WorkerLost": ("{worker_id} is lost", ": {reason}", "; it has {grace_s} to reconnect"),
     "RescaleStarted": (
         "attempt {attempt} to rescale",

@@ -24,6 +24,7 @@ from forged.worker.process.worker_process import WorkerProcess
 from forged.worker.rescaler import Rescaler
 from forged.worker.session import WorkerSession
 from forged.worker.steps.step_errors import StepErrors
+from forged.worker.worker_state import step_clock
 from forged.worker.worker_state.session_state import CurrentWorld
 
 Decide = Callable[[int, Exception], bool]
@@ -182,6 +183,7 @@ class StepLoop:
                 return await session.drain.start_leaving(rescaler)
             elif not current_world.may_step:
                 session.wait_reporter.begin()
+                current_world.step_clock.wait_between_steps(self._cause_of_wait)
                 await rescaler.advance()
             else:
                 current_world.begin_step()
@@ -190,10 +192,20 @@ class StepLoop:
                     current_world.activate(self._state.worker)
                     return Entering(current_world.topology, progress.step)
                 self._process.look_after_pulse()
+                current_world.step_clock.begin_step()
                 return progress.step
         if view.end is not None:
             await self._fail(view.end)
         return None
+
+    @property
+    def _cause_of_wait(self) -> str:
+        """What the time is spent on while this worker is in no world that continues."""
+        if self._view.paused:
+            return step_clock.PAUSED
+        if not self._session.is_connected:
+            return step_clock.STANDSTILL
+        return step_clock.WORKERS if self._view.waiting else step_clock.RESCALE
 
     def finish_entering(self) -> None:
         """The subscribers of `world_entered` have been told."""
@@ -208,10 +220,11 @@ class StepLoop:
         if not self._current_world.is_void:
             self._current_world.mark()
             self._progress.finish_step(is_voted=self._current_world.is_committed)
-        if not await self._current_world.end_step(self._progress.step):
-            return False
-        self._progress.commit_step()
-        return True
+        is_committed = await self._current_world.end_step(self._progress.step)
+        self._current_world.step_clock.end_step(is_committed=is_committed)
+        if is_committed:
+            self._progress.commit_step()
+        return is_committed
 
     # Collectives.
 

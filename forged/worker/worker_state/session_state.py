@@ -44,6 +44,7 @@ from forged.worker.transport.bulk_channel import BulkTransport
 from forged.worker.transport.peer_tls import PeerTls
 from forged.worker.worker_state.job_view import JobView
 from forged.worker.worker_state.progress import TrainingProgress
+from forged.worker.worker_state.step_clock import StepClock
 
 OUT = (WorkerStatus.LEAVING, WorkerStatus.FAILED)
 
@@ -95,6 +96,7 @@ class CurrentWorld:
         now: float = 0.0,
         changed: Callable[[], object] = lambda: None,
         on_over: Callable[[WorldOver], object] = lambda over: None,
+        step_clock: StepClock | None = None,
     ) -> None:
         """`changed` is called whenever the worker is no longer in a world, `on_over` when its world is over."""
         self.status = WorkerStatus.JOINING
@@ -126,6 +128,8 @@ class CurrentWorld:
         self._stopped_by = 0
         """The id of the fact for which the world has stopped after its last step; 0 when it has not."""
         self.counters = counters
+        self.step_clock = step_clock or StepClock(lambda: 0.0)
+        """Measures the time in steps and between them."""
         self._view = view
         self._changed = changed
         self._on_over = on_over
@@ -237,10 +241,13 @@ class CurrentWorld:
     @contextmanager
     def _meeting(self) -> Iterator[None]:
         before, self._is_meeting = self._is_meeting, True
+        is_measured = self.step_clock.begin_meeting()
         try:
             yield
         finally:
             self._is_meeting = before
+            if is_measured:
+                self.step_clock.end_meeting()
 
     def mark(self) -> None:
         """Count that the worker has come to a point where the workers of a world meet."""
@@ -334,11 +341,12 @@ class SessionState:
         counters: Counters | None = None,
         now: float = 0.0,
         on_world_over: Callable[[WorldOver], object] = lambda over: None,
+        step_clock: StepClock | None = None,
     ) -> None:
         self.worker = worker
         """Has the port at which peers reach the worker once its mesh is open."""
         self.view = JobView(worker.id)
-        self.current_world = CurrentWorld(self.view, counters, now, self.wake, on_world_over)
+        self.current_world = CurrentWorld(self.view, counters, now, self.wake, on_world_over, step_clock)
         self.progress = progress
         self.drain = DrainFlags()
         self.is_done = False

@@ -21,6 +21,7 @@ from forged.elastic.messages import facts
 from forged.elastic.model import ClusterTopology, WorkerId
 from forged.kernel.messages import FACTS, Fact
 from forged.memory import messages as about_memory
+from forged.metrics import messages as about_metrics
 from forged.registry import messages as about_models
 from tests.cli.scripted_daemon import UNKNOWN, Refusal, ScriptedDaemon, scripted_daemon
 from tests.client.simulated_workers import train
@@ -524,7 +525,9 @@ class TestPlan:
 ABOUT_MODEL = {"model_id": "vision/net", "by": "ann"}
 VERSION = {"model_id": "vision/net", "version": [1, 2, 0]}
 MODEL = ABOUT_MODEL | VERSION
-WITH_SENTENCES = tuple(module.__name__ for module in (facts, about_data, about_checkpoints, about_models, about_memory))
+WITH_SENTENCES = tuple(
+    module.__name__ for module in (facts, about_data, about_checkpoints, about_models, about_memory, about_metrics)
+)
 
 
 def as_sent(value: Any) -> Any:
@@ -642,6 +645,11 @@ class TestFactSentences:
                 "WorkerLost",
                 {"worker_id": "w0", "reason": "its pulse lives", "grace_s": None},
                 "w0 is lost: its pulse lives",
+            ),
+            (
+                "NonFiniteLoss",
+                {"worker_id": "w0", "rank": 3, "step": 7, "name": "loss", "value": "nan"},
+                "w0 logged loss = nan (rank 3) at step 7",
             ),
             (
                 "WorkerStoodStill",

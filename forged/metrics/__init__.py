@@ -1,0 +1,1 @@
+"""What a user sees of training: logged values, step times, goodput, losses that are not finite, Python stacks."""
