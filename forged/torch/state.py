@@ -110,8 +110,7 @@ def _unwrapped(part: Any) -> Any:
 
 def _values(part: Any) -> Any:
     if isinstance(part, torch.nn.Module):
-        # The parameters themselves: those that are loaded in place need not be copied on themselves.
-        return {_plain_name(name): value for name, value in part.state_dict(keep_vars=True).items()}
+        return {_plain_name(name): value for name, value in _of_module(part).items()}
     if _is_stateful(part):
         return part.state_dict()
     if isinstance(part, torch.Generator):
@@ -125,6 +124,13 @@ def _values(part: Any) -> Any:
     return part
 
 
+def _of_module(module: torch.nn.Module) -> Mapping[str, Any]:
+    # The parameters themselves: those that are loaded in place need not be copied on themselves.
+    is_plain = type(module).state_dict is torch.nn.Module.state_dict
+    found: Mapping[str, Any] = module.state_dict(keep_vars=True) if is_plain else module.state_dict()
+    return found
+
+
 def _plain_name(name: str) -> str:
     return name.replace(COMPILED, "")
 
@@ -132,7 +138,7 @@ def _plain_name(name: str) -> str:
 def _put(part: Any, values: Any) -> Any:
     """The part with these values, in place as far as it can change."""
     if isinstance(part, torch.nn.Module):
-        names = {_plain_name(name): name for name in part.state_dict(keep_vars=True)}
+        names = {_plain_name(name): name for name in _of_module(part)}
         part.load_state_dict({names.get(name, name): value for name, value in values.items()})
     elif _is_stateful(part):
         part.load_state_dict(_of_kinds(part.state_dict(), values))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -12,8 +13,16 @@ import torch
 
 import forged.checkpoint as fc
 import forged.torch as ft
-from forged.checkpoint import CheckpointException
+from forged.checkpoint import (
+    CheckpointException,
+    DistributedCheckpoint,
+    LoadOptions,
+    SaveOptions,
+    StorageOptions,
+    create_storage,
+)
 from forged.errors import RequestRefused
+from tests.checkpoint.fixtures.rank_group import SimulatedRank, SimulatedRanks
 from tests.torch.test_tensors import bits_of, transferred
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -247,6 +256,54 @@ class TestParts:
         assert steps(opt, sched, 5) == steps(opt2, sched2, 5)
         if kind == "multi":
             assert type(sched2.milestones) is Counter
+
+    def test_module_with_a_state_of_its_own_is_a_part(self, move: Move) -> None:
+        class Counting(torch.nn.Linear):
+            count = 0
+
+            def state_dict(self) -> dict[str, Any]:
+                return {"count": self.count, "weight": self.weight.detach()}
+
+            def load_state_dict(self, state: Any) -> None:
+                self.count = state["count"]
+
+        one, other = Counting(2, 2), Counting(2, 2)
+        one.count = 3
+        move(ft.State(model=one), ft.State(model=other))
+        assert other.count == 3
+
+    async def test_each_rank_has_its_generators_again_and_a_new_one_keeps_its_own(self, tmp_path: Path) -> None:
+        def generators(rank: int) -> torch.Tensor:
+            return torch.Generator().manual_seed(rank).get_state()
+
+        class OfRank:
+            """A state with the generators of one rank, as if it had a process of its own."""
+
+            def __init__(self, seed: int) -> None:
+                self.own = generators(seed)
+
+            def state_dict(self) -> Any:
+                torch.set_rng_state(self.own)
+                return ft.State(w=torch.ones(1)).state_dict()
+
+            def load_state_dict(self, state: Any) -> None:
+                ft.State(w=torch.ones(1)).load_state_dict(state)
+                self.own = torch.get_rng_state()
+
+        storage = create_storage(StorageOptions("local", {"base_path": str(tmp_path)}))
+
+        def checkpoints(world_size: int) -> list[DistributedCheckpoint]:
+            together = SimulatedRanks(world_size)
+            return [DistributedCheckpoint(SimulatedRank(together, rank), storage) for rank in range(world_size)]
+
+        saves = [one.save(OfRank(rank), options=SaveOptions("a")) for rank, one in enumerate(checkpoints(2))]
+        await asyncio.gather(*saves)
+        states = [OfRank(10 + rank) for rank in range(3)]
+        await asyncio.gather(
+            *(one.load(state, options=LoadOptions("a")) for one, state in zip(checkpoints(3), states, strict=True))
+        )
+        for state, seed in zip(states, (0, 1, 12), strict=True):
+            assert torch.equal(state.own, generators(seed))
 
     def test_rank_that_no_generators_were_saved_for_keeps_its_own(self) -> None:
         state = ft.State(w=torch.zeros(1))
