@@ -49,6 +49,9 @@ class UsageWindow:
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, int]] = deque(maxlen=SAMPLES_MAX)
+        self._rate: Rate | None = None
+        self._is_rate_known = False
+        """Whether the rate is that of the present samples: it takes 0.1 ms, and devices are listed more often."""
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -58,12 +61,21 @@ class UsageWindow:
         samples = self._samples
         if samples and now < samples[-1][0] + SAMPLE_S:
             time, highest = samples[-1]
-            samples[-1] = (time, max(used, highest))
+            if used <= highest:
+                return
+            samples[-1] = (time, used)
         else:
             samples.append((now, used))
+        self._is_rate_known = False
 
     def rate(self) -> Rate | None:
-        """Theil and Sen's estimate of the slope, with its interval by Kendall's variance; None: too few samples."""
+        """How fast use grows; None: too few samples."""
+        if not self._is_rate_known:
+            self._rate, self._is_rate_known = self._estimated(), True
+        return self._rate
+
+    def _estimated(self) -> Rate | None:
+        """Theil and Sen's estimate of the slope, with its interval by Kendall's variance."""
         count = len(self._samples)
         if count < SAMPLES_MIN:
             return None

@@ -153,7 +153,7 @@ class MemoryService:
         device = self.table.register(request, self._owner(request, call, now), now)
         self._has_devices.set()
         self._record_facts()
-        return device.view(self.table.eviction_of(request.job))
+        return device.view(self.table.eviction_of(request.job), now.monotonic)
 
     def _plan_offsets(self, request: PlanOffsets, call: Call) -> OffsetPlanView:
         return self.table.plan_offsets(request, self._owner(request, call, self._now())).view()
@@ -221,14 +221,14 @@ class MemoryService:
 
     def _list_devices(self, request: ListDevices, call: Call) -> DevicePage:
         self._bus.dispatcher.require_job(request.job)
-        return self._questions.devices(request)
+        return self._questions.devices(request, self._now())
 
     def _list_blocks(self, request: ListBlocks, call: Call) -> BlockPage:
         return self._questions.blocks(request)
 
     def _find_fit(self, request: FindFit, call: Call) -> list[FitPlace]:
         self._bus.dispatcher.require_job(request.job)
-        return self._questions.fit(request)
+        return self._questions.fit(request, self._now())
 
     # Facts of other services.
 
@@ -254,6 +254,8 @@ class MemoryService:
     def _job_removed(self, record: Record) -> None:
         self.table.remove_job(record.job, self._now())
         self._fact_limits.pop(record.job, None)
+        self._allocation.forget(record.job)
+        self._questions.forget(record.job)
         self._record_facts(record.id)
 
     # What happens with time.
@@ -277,7 +279,7 @@ class MemoryService:
         device.usage.observe(device.held_bytes, now.monotonic)
         crossing = device.level.crossed(device.pressure)
         if crossing is not None:
-            seconds = device.forecast().seconds
+            seconds = device.forecast(now.monotonic).seconds
             fact = MemoryPressure(device.name, device.pressure, crossing.threshold, crossing.is_rising, seconds)
             self.table.facts.append((device.owner.job, fact))
 

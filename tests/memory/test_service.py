@@ -10,7 +10,7 @@ from forged.auth.model import Principal, Role
 from forged.elastic.messages import WorkerLeft
 from forged.errors import ForgedError, RequestRefused, Unavailable
 from forged.jobs.model import JobRemoved
-from forged.memory.book import allocation, compactions, device_table
+from forged.memory.book import allocation, compactions, device, device_table, questions
 from forged.memory.book.allocation import SEARCHES_MAX
 from forged.memory.book.compactions import PLAN_S
 from forged.memory.book.device_table import ASSERT_S, MemoryLimits
@@ -491,15 +491,82 @@ async def test_requests_that_wait_are_bounded() -> None:
 
 
 @on_virtual_time
+async def test_searches_in_vain_take_a_bounded_share_of_time_and_a_short_one_is_always_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    searched: list[int | None] = []
+
+    def find_room(core: PoolCore, size: int, *more: Any) -> RoomPlan | None:
+        searched.append(more[-1])
+        return eviction.find_room(core, size, *more)
+
+    monkeypatch.setattr(device_table, "find_room", find_room)
+    monkeypatch.setattr(allocation, "SEARCHED_AT_LEAST", 2)
+    monkeypatch.setattr(allocation, "SEARCHED_BLOCKS_MAX", 8)
+    monkeypatch.setattr(allocation, "SEARCHED_BLOCKS_PER_S", 1)
+    async with memory_daemon() as memory:
+        held = handles(await filled(memory, 8))
+        await memory.change("cache", *held[1::2])
+        for _ in range(4):
+            (reply,) = await memory.allocate(wanted("large", 24 * KIB))
+            assert reply.handle is None
+        # Four cached blocks: the budget is for two searches of all of them.
+        assert searched == [2, None, 2, None, 2, 2]
+        # One block fits among the first two in the order of eviction.
+        assert (await memory.take("small", 8 * KIB)).evicted == ["w0:b1"]
+        memory.settings["memory_eviction"] = "cost"
+        assert (await memory.take("cheap", 8 * KIB)).evicted == ["w0:b3"]
+        await anyio.sleep(8.0)
+        searched.clear()
+        await memory.change("cache", *held[2:3])
+        await memory.allocate(wanted("large", 16 * KIB))
+        assert searched == [None]
+
+
+@on_virtual_time
+async def test_where_a_block_would_go_is_searched_for_a_bounded_share_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(questions, "FIT_BLOCKS_MAX", 16)
+    monkeypatch.setattr(questions, "FIT_BLOCKS_PER_S", 1)
+    async with memory_daemon() as memory:
+        held = handles(await filled(memory, 8))
+        await memory.change("cache", held[0])
+        for _ in range(2):
+            (place,) = await memory.ask(FindFit(JOB, 8 * KIB))
+            assert place.evicted_bytes == 8 * KIB
+        await refused("memory_fit_busy", memory.ask(FindFit(JOB, 8 * KIB)))
+        await memory.free(held[1])
+        # A hole takes no search.
+        (place,) = await memory.ask(FindFit(JOB, 8 * KIB))
+        assert (place.offset, place.evicted_bytes) == (8 * KIB, 0)
+
+
+@on_virtual_time
+async def test_what_can_be_obtained_of_many_blocks_is_at_most_a_second_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "OBTAINABLE_BLOCKS", 1)
+    async with memory_daemon() as memory:
+        held = handles(await filled(memory, 8))
+        await memory.change("pin", held[0])
+        await anyio.sleep(1.0)
+        assert (await memory.view()).forecast.obtainable_bytes == 0
+        await memory.free(held[1])
+        assert (await memory.view()).forecast.obtainable_bytes == 0
+        await anyio.sleep(1.0)
+        assert (await memory.view()).forecast.obtainable_bytes == 8 * KIB
+
+
+@on_virtual_time
 async def test_searches_for_a_request_that_waits_take_a_bounded_share_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
     searched: list[int] = []
 
     def find_room(core: PoolCore, size: int, *more: Any) -> RoomPlan | None:
-        searched.append(size)
+        *_, blocks_max = more
+        if blocks_max is None:
+            searched.append(size)
         return eviction.find_room(core, size, *more)
 
     monkeypatch.setattr(device_table, "find_room", find_room)
-    monkeypatch.setattr(allocation, "SEARCHED_BLOCKS_MAX", 4)
+    monkeypatch.setattr(allocation, "SEARCHED_AT_LEAST", 0)
+    monkeypatch.setattr(allocation, "SEARCHED_BLOCKS_MAX", 8)
     monkeypatch.setattr(allocation, "SEARCHED_BLOCKS_PER_S", 1)
     monkeypatch.setattr(compactions, "PLAN_BLOCKS_MAX", 0)
     async with memory_daemon() as memory:

@@ -18,6 +18,7 @@ from forged.memory.book import refusals
 from forged.memory.book.attempt import Attempt
 from forged.memory.book.device import Device, Moment, Owner
 from forged.memory.book.device_table import DeviceTable
+from forged.memory.book.job_budgets import JobBudgets
 from forged.memory.book.offset_plan import OffsetPlan
 from forged.memory.errors import argument_invalid
 from forged.memory.messages import (
@@ -36,6 +37,7 @@ from forged.memory.model import AllocationRequest, BlockStatus
 from forged.memory.pool.blocks import Block
 from forged.memory.pool.compaction import largest_hole
 from forged.memory.pool.core import require_changeable
+from forged.memory.pool.eviction import LRU, RoomPlan
 from forged.memory.pool.shortage import missing_room
 from forged.memory.waiting import Waiting
 from forged.rate_limit import TokenBucket
@@ -45,7 +47,10 @@ SEARCHES_MAX = 4
 """After so many blocks of a request that do not fit nothing is evicted for the others, and they are not explained in
 detail: both take up to 1 us for each block of the device."""
 SEARCHED_BLOCKS_PER_S, SEARCHED_BLOCKS_MAX = 100_000, 400_000
-"""So many blocks are searched for explanations in a second, and at once; as many for requests that wait."""
+"""So many blocks are searched for explanations in a second, and at once; as many of each job for blocks that give way,
+and twice as many of all jobs."""
+SEARCHED_AT_LEAST = 1000
+"""So many of the least recently used blocks are searched for every request."""
 _NONE: Sequence[Block] = ()
 CHANGES = ("pin", "unpin", "cache", "use", "touch")
 
@@ -56,8 +61,12 @@ class Allocation:
     def __init__(self, table: DeviceTable) -> None:
         self._table = table
         self._explaining = TokenBucket(SEARCHED_BLOCKS_PER_S, SEARCHED_BLOCKS_MAX, 0.0)
-        self._evicting = TokenBucket(SEARCHED_BLOCKS_PER_S, SEARCHED_BLOCKS_MAX, 0.0)
+        self._evicting = JobBudgets(SEARCHED_BLOCKS_PER_S, SEARCHED_BLOCKS_MAX)
         table.on_room = self._serve
+
+    def forget(self, job: str) -> None:
+        """The job is removed."""
+        self._evicting.forget(job)
 
     # Allocating.
 
@@ -140,9 +149,7 @@ class Allocation:
         core, request = device.core, wanted.request
         if request.size > core.free_bytes + core.cached_bytes:
             return _NONE
-        if attempt.waits and not self._may_search(device, now):
-            return _NONE
-        room = self._table.find_room(device, request.size, request.alignment)
+        room = self._find_room(device, attempt, request, now)
         # The blocks of one request do not evict each other.
         own = {attempt.owner.block_id(name) for name in attempt.found}
         if room is None or any(victim.block_id in own for victim in room.victims):
@@ -150,11 +157,21 @@ class Allocation:
         core.evict_blocks(room.victims)
         return room.victims
 
-    def _may_search(self, device: Device, now: Moment) -> bool:
-        """Whether there is time for one more search for a request that waits, which is tried at every change."""
-        may = self._evicting.take(min(device.core.cached_count, SEARCHED_BLOCKS_MAX), now.monotonic)
-        device.is_search_due = not may
-        return may
+    def _find_room(self, device: Device, attempt: Attempt, request: AllocationRequest, now: Moment) -> RoomPlan | None:
+        """What gives way to a block. Beyond the budget only the least recently used blocks are searched."""
+        core, table = device.core, self._table
+        size, alignment = request.size, request.alignment
+        is_lru = table.eviction_of(device.owner.job) == LRU
+        count = core.cached_count if is_lru else len(core)
+        if count > SEARCHED_AT_LEAST:
+            # By last use a search of all blocks would find the same.
+            room = table.find_room(device, size, alignment, SEARCHED_AT_LEAST) if is_lru else None
+            if room is not None:
+                return room
+            if not self._evicting.take(device.owner.job, min(count, SEARCHED_BLOCKS_MAX), now.monotonic):
+                device.is_search_due |= attempt.waits
+                return None if is_lru else table.find_room(device, size, alignment, SEARCHED_AT_LEAST)
+        return table.find_room(device, size, alignment)
 
     def _take_back(self, device: Device, attempt: Attempt, got: Sequence[Block], evicted: Sequence[Block]) -> None:
         """Undo an attempt: its blocks are free again, and what gave way is where it was."""

@@ -8,6 +8,7 @@ Invariants:
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import NamedTuple
 
 from forged.memory.book.attempt import Attempt
@@ -23,6 +24,9 @@ from forged.memory.pool.moves import MovePlan
 from forged.memory.waiting import WaitingQueue
 from forged.shares import Holder
 
+OBTAINABLE_BLOCKS = 1000
+OBTAINABLE_S = 1.0
+"""Of devices with more blocks what can be obtained is looked for so often at most: it takes 0.2 us for each block."""
 WorkerKey = tuple[str, bytes]
 """The id and the incarnation of a worker."""
 
@@ -89,6 +93,8 @@ class Device:
     offset_plan: OffsetPlan | None = None
     last_listed: str = ""
     """The last block of the last page that was read: the next page begins near it."""
+    _obtainable: int = 0
+    _obtained_at: float = -inf
 
     @property
     def used_bytes(self) -> int:
@@ -103,15 +109,21 @@ class Device:
     def pressure(self) -> float:
         return memory_pressure(self.held_bytes, self.core.total)
 
-    def forecast(self) -> Forecast:
-        obtainable = largest_hole(self.core, evicting=True)
+    def obtainable(self, now: float) -> int:
+        """The largest hole that eviction and compaction can open; of a device with many blocks at most a second old."""
+        if len(self.core) <= OBTAINABLE_BLOCKS or now >= self._obtained_at + OBTAINABLE_S:
+            self._obtainable, self._obtained_at = largest_hole(self.core, evicting=True), now
+        return self._obtainable
+
+    def forecast(self, now: float) -> Forecast:
+        obtainable = self.obtainable(now)
         rate = self.usage.rate()
         if rate is None:
             return Forecast(0.0, None, None, None, obtainable, len(self.usage))
         left = seconds_left(obtainable, rate)
         return Forecast(rate.middle, left.middle, left.low, left.high, obtainable, len(self.usage))
 
-    def view(self, eviction: str) -> DeviceView:
+    def view(self, eviction: str, now: float) -> DeviceView:
         core = self.core
         return DeviceView(
             self.name,
@@ -122,7 +134,7 @@ class Device:
             self.pressure,
             core.cached_bytes,
             len(self.queue),
-            self.forecast(),
+            self.forecast(now),
             self.assert_until is not None,
             eviction,
             None if self.offset_plan is None else self.offset_plan.view(),

@@ -109,10 +109,14 @@ class DeviceTable:
         """The eviction policy of the job's devices."""
         return eviction_of(self._eviction.settings(job), self.default_eviction)
 
-    def find_room(self, device: Device, size: int, alignment: int) -> RoomPlan | None:
-        """How eviction makes room on a device by the policy of its job, or None; changes nothing."""
+    def find_room(self, device: Device, size: int, alignment: int, blocks_max: int | None = None) -> RoomPlan | None:
+        """How eviction makes room on a device by the policy of its job, or None; changes nothing.
+
+        With `blocks_max` by last use, and only among so many least recently used blocks.
+        """
         job = device.owner.job
-        return find_room(device.core, size, alignment, self.eviction_of(job), partial(self._eviction.is_saved, job))
+        policy = self.eviction_of(job) if blocks_max is None else LRU
+        return find_room(device.core, size, alignment, policy, partial(self._eviction.is_saved, job), blocks_max)
 
     def eviction_order(self, device: Device) -> Iterable[Block]:
         """The blocks that may be evicted from a device, by the policy of its job."""

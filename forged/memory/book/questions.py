@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from itertools import islice
 
 from forged.memory.book import refusals
-from forged.memory.book.device import Device, held_block
+from forged.memory.book.device import Device, Moment, held_block
 from forged.memory.book.device_table import SIZE_MAX, DeviceTable
+from forged.memory.book.job_budgets import JobBudgets
 from forged.memory.errors import SizeBeyondDevice
 from forged.memory.messages import BlockPage, DevicePage, FindFit, FitPlace, ListBlocks, ListDevices
 from forged.memory.pool.compaction import plan_hole
@@ -17,6 +18,8 @@ EVICTIONS_MAX, PLANS_MAX = 64, 8
 """On so many devices without a hole it is found out what would have to be evicted, or moved."""
 BLOCKS_MAX = 20_000
 """On devices with so many blocks together this is found out: a plan takes about 8 us for each."""
+FIT_BLOCKS_PER_S, FIT_BLOCKS_MAX = 20_000, 100_000
+"""Of so many blocks of each job in a second, and at once."""
 
 
 class MemoryQuestions:
@@ -24,11 +27,16 @@ class MemoryQuestions:
 
     def __init__(self, table: DeviceTable) -> None:
         self._table = table
+        self._searching = JobBudgets(FIT_BLOCKS_PER_S, FIT_BLOCKS_MAX)
 
-    def devices(self, request: ListDevices) -> DevicePage:
+    def forget(self, job: str) -> None:
+        """The job is removed."""
+        self._searching.forget(job)
+
+    def devices(self, request: ListDevices, now: Moment) -> DevicePage:
         devices = self._table.jobs.get(request.job, {})
         eviction = self._table.eviction_of(request.job)
-        views = (devices[name].view(eviction) for name in ascending(devices, request.after))
+        views = (devices[name].view(eviction, now.monotonic) for name in ascending(devices, request.after))
         return DevicePage(*take_page(views, request.limit))
 
     def blocks(self, request: ListBlocks) -> BlockPage:
@@ -39,14 +47,18 @@ class MemoryQuestions:
         device.last_listed = next((held.block.block_id for held in reversed(page) if held.worker_id), "")
         return BlockPage(page, more)
 
-    def fit(self, request: FindFit) -> list[FitPlace]:
+    def fit(self, request: FindFit, now: Moment) -> list[FitPlace]:
         refusals.require_between("size", request.size, 1, SIZE_MAX)
         refusals.require_between("limit", request.limit, 1, PAGE_ENTRIES_MAX)
         devices = [one for _, one in sorted(self._table.jobs.get(request.job, {}).items())]
         places = sorted(self._holes(devices, request))[: request.limit]
         found = [place for _, place in places]
         if len(found) < request.limit:
-            found += self._costly(devices, {place.device for place in found}, request)[: request.limit - len(found)]
+            left = _candidates(devices, {place.device for place in found}, request)
+            if self._searching.take(request.job, sum(len(device.core) for device in left), now.monotonic):
+                found += self._costly(left, request)[: request.limit - len(found)]
+            elif not found:
+                raise refusals.fit_busy(request.job)
         return found
 
     def _holes(self, devices: list[Device], request: FindFit) -> Iterator[tuple[tuple[int, str], FitPlace]]:
@@ -62,17 +74,8 @@ class MemoryQuestions:
                 reason = f"a hole of {hole.size} bytes"
                 yield (hole.size, device.name), FitPlace(device.name, offset, 0, 0, 0.0, reason)
 
-    def _costly(self, devices: list[Device], known: set[str], request: FindFit) -> list[FitPlace]:
+    def _costly(self, left: list[Device], request: FindFit) -> list[FitPlace]:
         """Places that eviction or moves would make, by the bytes that this takes."""
-        left: list[Device] = []
-        blocks = 0
-        for device in devices:
-            if device.name in known or request.size > device.core.free_bytes + device.core.cached_bytes:
-                continue
-            blocks += len(device.core)
-            if blocks > BLOCKS_MAX or len(left) == EVICTIONS_MAX:
-                break
-            left.append(device)
         found = [place for device in left if (place := self._by_eviction(device, request)) is not None]
         evicting = {place.device for place in found}
         movable = (one for one in left if one.name not in evicting)
@@ -92,6 +95,20 @@ class MemoryQuestions:
         evicted = sum(block.size for block in room.victims)
         reload_s = sum(block.reload_s or 0.0 for block in room.victims)
         return FitPlace(device.name, room.offset, evicted, 0, reload_s, f"{len(room.victims)} cached blocks give way")
+
+
+def _candidates(devices: list[Device], known: set[str], request: FindFit) -> list[Device]:
+    """The devices without a known place that may have one, within the bounds."""
+    left: list[Device] = []
+    blocks = 0
+    for device in devices:
+        if device.name in known or request.size > device.core.free_bytes + device.core.cached_bytes:
+            continue
+        blocks += len(device.core)
+        if blocks > BLOCKS_MAX or len(left) == EVICTIONS_MAX:
+            break
+        left.append(device)
+    return left
 
 
 def _by_moves(device: Device, request: FindFit) -> FitPlace | None:

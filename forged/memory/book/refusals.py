@@ -87,6 +87,11 @@ def planning_busy(device: str) -> Unavailable:
     return Unavailable("memory_planning_busy", text, "try again in a second")
 
 
+def fit_busy(job: str) -> Unavailable:
+    text = f"no hole is large enough, and what job {job} has asked before has taken the time for further searches"
+    return Unavailable("memory_fit_busy", text, "try again in a second")
+
+
 def require_name(name: str, value: str) -> None:
     if not (value and len(value) <= NAME_CHARS_MAX and value.isprintable()):
         raise argument_invalid(name, value, f"1 to {NAME_CHARS_MAX} printable characters")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cache
+from itertools import islice
 from typing import NamedTuple
 
 from forged.memory.errors import argument_invalid
@@ -36,11 +37,17 @@ class RoomPlan(NamedTuple):
 
 
 def find_room(
-    core: PoolCore, size: int, alignment: int, policy: str = LRU, is_saved: Callable[[str], bool] = bool
+    core: PoolCore,
+    size: int,
+    alignment: int,
+    policy: str = LRU,
+    is_saved: Callable[[str], bool] = bool,
+    blocks_max: int | None = None,
 ) -> RoomPlan | None:
     """How room for a block can be made by eviction, or None; changes nothing.
 
-    `is_saved` says whether the checkpoint that has a block's content can be restored, by the name that its owner gave.
+    The policy `lru` marks at most the first `blocks_max` blocks in the order of eviction. `is_saved` says whether the
+    checkpoint that has a block's content can be restored, by the name that its owner gave.
     """
     if policy not in POLICIES:
         raise argument_invalid("policy", policy, f"one of {', '.join(POLICIES)}")
@@ -49,7 +56,7 @@ def find_room(
     if hole is not None:
         return RoomPlan([], (hole.offset + alignment - 1) & -alignment)
     if policy == LRU:
-        return _room_by_last_use(core, needed, alignment)
+        return _room_by_last_use(core, needed, alignment, blocks_max)
     return _cheapest(list(core.stretches()), needed, alignment, _cost_of(core, is_saved))
 
 
@@ -68,12 +75,12 @@ def eviction_order(core: PoolCore, policy: str, is_saved: Callable[[str], bool])
     return sorted(core.least_recent(), key=_price_of(core, is_saved))
 
 
-def _room_by_last_use(core: PoolCore, needed: int, alignment: int) -> RoomPlan | None:
+def _room_by_last_use(core: PoolCore, needed: int, alignment: int, blocks_max: int | None) -> RoomPlan | None:
     """Mark blocks in the order of eviction until one run of marked blocks and holes suffices; then trim that run."""
     first_of: dict[int, Block] = {}
     last_of: dict[int, Block] = {}
     # Runs never touch: a run has the holes beside it, and marking a block joins it with the runs on both sides.
-    for block in core.least_recent():
+    for block in islice(core.least_recent(), blocks_max):
         first = first_of.pop(block.offset, None) or (block.before if block.before.is_hole else block)
         last = last_of.pop(block.end, None) or (block.after if block.after.is_hole else block)
         first_of[last.end] = first

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
+from itertools import islice
 
 from forged.memory.functions import fits
 from forged.memory.pool.blocks import Block, SizeList
 
 DIGITS = 6
 """A list has the sizes that agree in their first binary digits, one and so many more."""
+
+PASSED_MAX = 1000
+"""So many holes are passed over because the aligned block would end behind them."""
 
 
 class FreeLists:
@@ -87,18 +91,22 @@ class FreeLists:
         return hole
 
     def best_fit(self, needed: int, alignment: int) -> Block | None:
-        """The smallest hole with room at an aligned offset; of equals the one with the lowest offset."""
-        for hole in self.from_size(needed):
+        """The smallest hole with room at an aligned offset; of equals the one with the lowest offset.
+
+        After `PASSED_MAX` holes with room at other offsets only those are looked at that have room at any offset.
+        """
+        for hole in islice(self.from_size(needed), PASSED_MAX):
             if fits(hole.offset, hole.size, needed, alignment):
                 return hole
-        return None
+        return next(self.from_size(needed + alignment - 1), None)
 
     def from_size(self, size: int) -> Iterator[Block]:
         """The holes of at least this size, the smallest first."""
         number = list_number(size)
         found = self._lists.get(number)
         if found is not None:
-            yield from found.holes[bisect_left(found.keys, size << self._shift) :]
+            for at in range(bisect_left(found.keys, size << self._shift), len(found.holes)):
+                yield found.holes[at]
         above = self._bitmap >> (number + 1)
         while above:
             step = (above & -above).bit_length()

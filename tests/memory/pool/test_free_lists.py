@@ -6,6 +6,7 @@ from typing import cast
 
 import pytest
 
+from forged.memory.pool import free_lists
 from forged.memory.pool.blocks import Block
 from forged.memory.pool.free_lists import DIGITS, FreeLists, list_number
 
@@ -33,6 +34,18 @@ def test_numbers_grow_with_sizes() -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_sizes_of_a_number_are_similar(size: int) -> None:
     assert list_number(size + (size >> DIGITS) + 1) > list_number(size)
+
+
+def test_holes_that_end_too_early_are_passed_over_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(free_lists, "PASSED_MAX", 3)
+    early = [hole(64 + 256 * number, 130) for number in range(3)]
+    fitting, large = hole(1024, 140), hole(2000, 255)
+    found = lists_with(*early[:2], fitting, large)
+    assert found.best_fit(128, 128) is fitting
+    found = lists_with(*early, fitting, large)
+    assert found.best_fit(128, 128) is large
+    found.remove(large)
+    assert found.best_fit(128, 128) is None
 
 
 def test_empty_lists_have_nothing() -> None:
