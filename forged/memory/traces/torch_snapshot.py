@@ -35,8 +35,10 @@ def read_torch_snapshot(data: bytes, device: int | None = None) -> list[Buffer]:
     segments = _list("segments", snapshot.get("segments", []))
     chosen = _chosen_device(traces, segments, device)
     live = LiveBuffers()
-    for number, entry in enumerate(traces[chosen] if chosen < len(traces) else []):
-        _record(live, f"entry {number} of device {chosen}", entry)
+    trace = traces[chosen] if chosen < len(traces) else []
+    released = _release_of(trace)
+    for number, entry in enumerate(trace):
+        _record(live, f"entry {number} of device {chosen}", entry, released)
     for place, address, size in _blocks_in_use(segments, chosen):
         live.present_from_the_beginning(place, address, size)
     return live.buffers()
@@ -58,11 +60,17 @@ def _chosen_device(traces: list[list[Any]], segments: list[Any], device: int | N
     return present.pop()
 
 
-def _record(live: LiveBuffers, place: str, entry: Any) -> None:
+def _release_of(trace: list[Any]) -> str:
+    """The action that ends a buffer; `skip_actions` may have left the completions of releases out."""
+    has_completed = any(isinstance(entry, dict) and entry.get("action") == "free_completed" for entry in trace)
+    return "free_completed" if has_completed else "free_requested"
+
+
+def _record(live: LiveBuffers, place: str, entry: Any, released: str) -> None:
     action = _dict(place, entry).get("action")
     if action == "alloc":
         live.allocate(place, _number(place, entry, "addr"), _number(place, entry, "size"))
-    elif action == "free_completed":
+    elif action == released:
         live.release(place, _number(place, entry, "addr"), _number(place, entry, "size"))
 
 

@@ -101,6 +101,14 @@ def test_a_wrong_line_of_an_rmm_log_is_named(line: str, problem: str) -> None:
     assert caught.value.message == problem
 
 
+def test_request_of_a_release_ends_a_buffer_if_its_completion_was_not_recorded() -> None:
+    trace = [entry("alloc", 0, 512), entry("free_requested", 0, 512), entry("alloc", 0, 256)]
+    assert parse_trace(snapshot([trace], [])).buffers == [
+        Buffer("0x7f0000000000", 1, 2, 512),
+        Buffer("0x7f0000000000#2", 3, 4, 256),
+    ]
+
+
 def test_torch_snapshot_has_the_recorded_buffers_and_those_in_use_before() -> None:
     trace = [
         entry("segment_alloc", 0, 2048),
