@@ -30,6 +30,7 @@ from forged.worker.state_transfer.transfer import StateExchange
 from forged.worker.steps.step_errors import StepErrors
 from forged.worker.worker_state.job_view import Commit
 from forged.worker.worker_state.progress import TrainingProgress
+from forged.worker.worker_state.session_state import CurrentWorld
 from tests.simulation.elastic.truth import Promise
 
 Mutant = Callable[[], Any]
@@ -359,6 +360,24 @@ def take_the_end_of_a_world_for_a_failure() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def vote_without_waiting() -> Iterator[None]:
+    """A rank goes on as soon as it has voted itself."""
+
+    async def hasty(self: World, step: int) -> None:
+        return
+
+    with patch.object(World, "commit", hasty):
+        yield
+
+
+@contextmanager
+def begin_the_steps_of_a_world_at_once() -> Iterator[None]:
+    """No script is told that a world is entered."""
+    with patch.object(CurrentWorld, "is_entry_due", property(lambda self: False, lambda self, due: None), create=True):
+        yield
+
+
 MUTANTS: dict[str, Mutant] = {
     mutant.__name__: mutant
     for mutant in (
@@ -389,6 +408,8 @@ MUTANTS: dict[str, Mutant] = {
         stand_still_in_silence,
         count_a_voided_step,
         take_the_end_of_a_world_for_a_failure,
+        vote_without_waiting,
+        begin_the_steps_of_a_world_at_once,
     )
 }
 
@@ -420,5 +441,7 @@ BREAKS: dict[str, Promise] = {
     "stand_still_in_silence": Promise.STANDSTILL,
     "count_a_voided_step": Promise.STEPS,
     "take_the_end_of_a_world_for_a_failure": Promise.STEP_ERRORS,
+    "vote_without_waiting": Promise.VOTES,
+    "begin_the_steps_of_a_world_at_once": Promise.WORLDS,
 }
 """The promise that each of them breaks."""

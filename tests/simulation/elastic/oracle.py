@@ -61,6 +61,8 @@ from tests.simulation.oracle import InvariantViolated, broken
 
 REPORTED_WITHIN_S = 1.0
 """How long a worker may stand still without a daemon before it says so."""
+RELEASED_WITHIN_S = 2.0
+"""How long a script may wait for a peer that is gone."""
 OLD_WORLD_MAX_S = 60.0
 """How long an evicted worker may take to commit a last step with peers that have not heard of it, or are blocked."""
 
@@ -426,10 +428,15 @@ class ElasticOracle:
                 Promise.STEPS,
                 f"{committed} steps of {truth.job} are committed, and world {new.epoch} begins behind {behind}",
             )
+        step = truth.steps[old.epoch, committed]
+        if behind <= committed and (final := [str(worker) for worker in staying if worker in step.final]):
+            self.breach(
+                Promise.VOTES, f"step {committed} of {truth.job} is repeated, which {final} finished after a vote"
+            )
         if behind > committed:
-            step = truth.steps[old.epoch, committed]
             self._check_covered(truth, old, committed)
-            if unfinished := [str(worker) for worker in staying if worker not in step.finished]:
+            unfinished = [str(worker) for worker in staying if worker not in step.finished]
+            if unfinished and not step.final:
                 self.breach(
                     Promise.STEPS, f"step {committed} of {truth.job} counts, and {unfinished} have not finished it"
                 )
@@ -480,7 +487,10 @@ class ElasticOracle:
             self.breach(Promise.GENERATIONS_GROW, f"{me} enters world {known.epoch} behind {simulated.generation}")
         if world.epoch not in truth.begun:
             self._begin_world(truth, world, step)
+        if simulated.generation and simulated.generation not in simulated.overs:
+            self.breach(Promise.WORLDS, f"{me} enters world {known.epoch}, and was not told that its last one is over")
         simulated.generation, simulated.committed, simulated.finished = known.epoch, step, None
+        simulated.final, simulated.has_voted = 0, False
         simulated.is_void = False
 
     def _begin_world(self, truth: Truth, world: ClusterTopology, step: int) -> None:
@@ -499,6 +509,10 @@ class ElasticOracle:
             in_last = any(simulated.generation == last for simulated in staying)
             least = max([simulated.committed for simulated in staying] + [truth.committed[last]] * in_last)
             most = least + all(simulated.has_finished(least) for simulated in staying)
+            if any(simulated.final > least for simulated in staying):
+                most = least + 1
+                if any(simulated.final > least and simulated.generation == last for simulated in staying):
+                    least = most
         if not least <= step <= most:
             begins = f"world {world.epoch} of {truth.job} begins behind {step}"
             self.breach(Promise.STEPS, f"{begins}, and it must be from {least} to {most}")
@@ -518,7 +532,54 @@ class ElasticOracle:
         if step != committed:
             self.breach(Promise.STEPS, f"{me} begins step {step} of {truth.job}, and {committed} are committed")
         self._check_state(truth, me, step, state)
-        simulated.stepping, simulated.is_void = step, False
+        if simulated.told_to_enter != simulated.generation:
+            self.breach(Promise.WORLDS, f"{me} begins step {step}, and was not told of world {simulated.generation}")
+        simulated.stepping, simulated.is_void, simulated.has_voted = step, False, False
+        simulated.misses_since = None
+
+    def enters_steps(self, simulated: SimulatedWorker, generation: int) -> None:
+        """A script is told of the world in which it trains next."""
+        if generation != simulated.generation or generation == simulated.told_to_enter:
+            self.breach(
+                Promise.WORLDS, f"{simulated.me} is told to enter world {generation} in world {simulated.generation}"
+            )
+        simulated.told_to_enter = generation
+
+    def world_over(self, simulated: SimulatedWorker, generation: int) -> None:
+        """A script is told that a world is over."""
+        if generation in simulated.overs or generation < simulated.generation:
+            told = f"{simulated.me} is told in world {simulated.generation} that world {generation} is over"
+            self.breach(Promise.WORLDS, f"{told}, and before of {sorted(simulated.overs)}")
+        simulated.overs.add(generation)
+
+    def must_be_released(self, simulated: SimulatedWorker, world: ClusterTopology) -> None:
+        """A script waits for its peers. To be told again and again."""
+        quiet_s = min(self.disturbances.quiet_for_s(worker.hostname, CONNECTED) for worker in world.workers)
+        if not (gone := self.gone_from(simulated, world)) or quiet_s < QUIET_S:
+            simulated.misses_since = None
+            return
+        now = self._now()
+        since = simulated.misses_since = now if simulated.misses_since is None else simulated.misses_since
+        if now - since > RELEASED_WITHIN_S:
+            self.breach(
+                Promise.RELEASED, f"{simulated.me} has waited for {gone}, which is gone, for {now - since:.1f} s"
+            )
+
+    def votes(self, simulated: SimulatedWorker) -> None:
+        """A script has come to the vote of its step."""
+        assert simulated.me is not None
+        assert simulated.stepping is not None
+        self.truths[simulated.job].steps[simulated.generation, simulated.stepping].voting.add(simulated.me)
+
+    def has_voted(self, simulated: SimulatedWorker) -> None:
+        """A script is told that all ranks have voted."""
+        truth, step = self.truths[simulated.job], simulated.stepping
+        assert step is not None
+        voting = truth.steps[simulated.generation, step].voting
+        world = truth.worlds[simulated.generation]
+        if missing := [str(worker) for worker in world.workers if worker not in voting]:
+            self.breach(Promise.VOTES, f"{simulated.me} goes on with step {step}, and {missing} have not voted")
+        simulated.has_voted = True
 
     def contributes(self, simulated: SimulatedWorker, rank: int, share: range, pace: tuple[float, int]) -> None:
         """A script contributes its part of a step, with this learning rate and batch."""
@@ -546,8 +607,12 @@ class ElasticOracle:
         """A script has done its part of a step, and changed its state."""
         assert simulated.me is not None
         assert simulated.stepping is not None
-        simulated.finished = simulated.stepping
-        self.truths[simulated.job].steps[simulated.generation, simulated.stepping].finished.add(simulated.me)
+        truth, step = self.truths[simulated.job], simulated.stepping
+        simulated.finished = step
+        truth.steps[simulated.generation, step].finished.add(simulated.me)
+        if simulated.has_voted:
+            truth.steps[simulated.generation, step].final.add(simulated.me)
+            simulated.final, truth.final = step + 1, max(truth.final, step + 1)
 
     def ends(self, simulated: SimulatedWorker, state: int, *, counts: bool) -> None:
         """A script is told what became of the step."""

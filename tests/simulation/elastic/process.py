@@ -18,7 +18,7 @@ import numpy as np
 from forged.client import ForgedClient
 from forged.elastic.config import PULSE_INTERVAL_S, ElasticTrainingConfig
 from forged.elastic.messages import LeaveJob, Pulse, ReportDeath
-from forged.elastic.model import GlobalTrainingState, Standstill, WorkerId
+from forged.elastic.model import ClusterTopology, GlobalTrainingState, Standstill, WorkerId
 from forged.errors import ForgedError, Unavailable
 from forged.log import SILENT
 from forged.worker.errors import StepAborted
@@ -29,6 +29,7 @@ from forged.worker.worker import ElasticWorker
 from tests.simulation.base import ENDPOINT
 from tests.simulation.data.simulation import JobData
 from tests.simulation.elastic.oracle import ElasticOracle
+from tests.simulation.elastic.script_hooks import BEFORE_A_MEETING, BEHIND_THE_CHANGE, ScriptHooks
 from tests.simulation.elastic.step_errors import (
     BEFORE_OWN_COLLECTIVE_S,
     LOOK_S,
@@ -63,6 +64,7 @@ class SimulationPort(Protocol):
     network: SimulatedNetwork
     oracle: ElasticOracle
     token: str
+    faults_active: bool
 
     @property
     def met(self) -> Counter[str]:
@@ -100,8 +102,13 @@ class Job:
 
     data: JobData | None = None
 
-    def __init__(self, name: str, random: Random, step_errors: StepErrors) -> None:
+    def __init__(
+        self, name: str, random: Random, step_errors: StepErrors, *, has_hooks: bool, has_meetings: bool
+    ) -> None:
         self.name = name
+        self.has_hooks = has_hooks
+        """Whether its scripts use the hooks of their worlds."""
+        self.has_own_collectives = step_errors.has_own_collectives or (has_hooks and has_meetings)
         self.step_errors = step_errors
         self.total: int | None = None
         """How many steps it has; None while that is open."""
@@ -250,12 +257,24 @@ class Process:
         self.worker.leaving.subscribe(self._save)
         self._voiding = Random(b"voids " + self.worker.incarnation)
         self.simulated = SimulatedWorker(job.name, name, host, self.worker.incarnation)
+        self.hooks = ScriptHooks(
+            self.worker,
+            self.simulated,
+            world.oracle,
+            self._meet,
+            self.kill,
+            lambda: world.faults_active,
+            is_used=job.has_hooks,
+        )
         if self.disk is not None and given is not None:
             world.oracle.data.moves_in(self.simulated, self.disk, given.weight)
 
     async def _save(self, reason: str) -> None:
         """Some take their time before they go."""
         await anyio.sleep(Random(self.worker.incarnation).choice(SAVING_S))
+
+    def _meet(self, what: str) -> None:
+        self._world.met[what] += 1
 
     def _stand_still(self, standstill: Standstill) -> None:
         self.simulated.stands_still = standstill.lasted_s is None
@@ -411,7 +430,7 @@ class Process:
         return True
 
     async def _do(self, step: int, own: OwnCollective) -> None:
-        has_own = self.job.step_errors.has_own_collectives
+        has_own = self.job.has_own_collectives
         await self._work(BEFORE_OWN_COLLECTIVE_S if has_own else self.job.pace_s)
         voids = self.job.step_errors.voids and self._voiding.random() < VOIDED_STEPS
         voids_first = voids and self._voiding.random() < 0.5
@@ -419,12 +438,16 @@ class Process:
             self._void(step)
         if has_own:
             await self.worker.barrier()
-            await self._meet_peers(own)
+            self.hooks.may_die(BEFORE_A_MEETING)
+            with self.hooks.meeting():
+                await self._meet_peers(own)
         total = await self._exchange(step)
         if voids:
             self._void(step)
+        await self.hooks.vote()
         await self._work(0.05)
         self._apply(total)
+        self.hooks.may_die(BEHIND_THE_CHANGE)
 
     def _void(self, step: int) -> None:
         self._world.note(f"the script of {self.simulated.name} voids step {step}")
@@ -440,16 +463,26 @@ class Process:
         came_at = world.loop.time()
         await self._work(self.job.pace_s)
         while True:
-            if gone := own.left_by or world.oracle.gone_from(simulated, topology):
+            if self.hooks.is_used:
+                self._look_for_release(topology)
+            elif gone := own.left_by or world.oracle.gone_from(simulated, topology):
                 world.note(f"{simulated.name} has lost {gone} in a collective of its own")
                 world.met["a collective of the scripts' own loses a peer"] += 1
                 raise PeerGone(f"connection closed by peer {gone}")
             if len(own.here) == topology.world_size:
                 return
             waited_s = world.loop.time() - came_at
-            if waited_s > WAITS_LONG_S:
+            if waited_s > WAITS_LONG_S and not self.hooks.is_used:
                 simulated.hold(came_at, waited_s + LOOK_S)
             await anyio.sleep(LOOK_S)
+
+    def _look_for_release(self, topology: ClusterTopology) -> None:
+        """Raise once the script has been told that its world is over."""
+        if self.hooks.is_released:
+            self._world.met["a collective of the scripts' own is released"] += 1
+            raise PeerGone("the sockets are shut down")
+        if self.alive and not self.suspended:
+            self._world.oracle.must_be_released(self.simulated, topology)
 
     async def _fail(self, error: Exception) -> None:
         """Leave as a worker whose script has failed."""

@@ -36,6 +36,7 @@ from tests.simulation.data.simulation import JobData, LinkQuality, has_data
 from tests.simulation.elastic.faults import FaultInjector
 from tests.simulation.elastic.oracle import ElasticOracle
 from tests.simulation.elastic.process import Job, Process
+from tests.simulation.elastic.script_hooks import has_hooks, has_meetings
 from tests.simulation.elastic.step_errors import StepErrors
 from tests.simulation.elastic.tally import Tally
 from tests.simulation.elastic.truth import Promise, SimulatedWorker, Truth
@@ -75,7 +76,16 @@ class ElasticWorld(Simulation):
         self.met = Tally()
         self.oracle = ElasticOracle(loop.time, self.look, self._meet)
         names = [f"job{number}" for number in range(random.choice((1, 1, 2)))]
-        self.jobs = [Job(name, random, StepErrors(Random(f"step errors of {name} in {seed}"))) for name in names]
+        self.jobs = [
+            Job(
+                name,
+                random,
+                StepErrors(Random(f"step errors of {name} in {seed}")),
+                has_hooks=has_hooks(name, f"{seed}"),
+                has_meetings=has_meetings(name, f"{seed}"),
+            )
+            for name in names
+        ]
         self.hosts = [f"{job.name}-{slot}" for job in self.jobs for slot in range(job.slots + 1)]
         self.processes: list[Process] = []
         self.over = False

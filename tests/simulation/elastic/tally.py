@@ -20,6 +20,7 @@ from forged.elastic.messages import (
 )
 from forged.elastic.phases import Phase
 from forged.kernel.messages import Fact
+from tests.simulation.elastic.script_hooks import MOMENTS
 from tests.simulation.elastic.truth import SimulatedWorker, Truth
 
 SLOW_S = 2.0
@@ -49,6 +50,8 @@ MUST_HAPPEN = (
     "a script hangs when a rescale is wanted",
     "a script voids a step",
     "a collective of the scripts' own loses a peer",
+    "a script aborts the entry into a world",
+    *(f"a script dies {moment}" for moment in MOMENTS),
     "a wall clock jumps",
     "a heartbeat lies",
     "a member says that training is complete",

@@ -44,6 +44,9 @@ class Promise(StrEnum):
     EVIDENCE = "no worker is declared dead without evidence"
     TOLERANCE = "a job is aborted when it has had too much, and only then"
     STEPS = "a step counts once, when all have finished it, and what counts stays"
+    VOTES = "a rank goes on when all ranks have voted, and never repeats a step that it has finished after a vote"
+    WORLDS = "each world is entered before its first step, and over once, before the next one"
+    RELEASED = "a script that waits for a lost peer is told at once that its world is over"
     STEP_ERRORS = "an exception in a step whose world is over repeats the step, and fails no worker"
     HANDED_OVER = "a draining worker hands its state over to waiting joiners"
     ONE_RATE = "all ranks of a world have one learning rate and one batch"
@@ -90,6 +93,16 @@ class SimulatedWorker:
     """How many steps it has seen committed."""
     finished: int | None = None
     """The step that it has finished last."""
+    has_voted: bool = False
+    """Whether all ranks have voted for the step that its script is in, or was in last."""
+    final: int = 0
+    """How many steps it never repeats, by votes."""
+    overs: set[int] = field(default_factory=set)
+    """The worlds of which its script was told that they are over."""
+    told_to_enter: int = 0
+    """The generation of the world of which its script was told last that it is entered."""
+    misses_since: float | None = None
+    """Since when its script waits for a lost peer."""
     is_void: bool = False
     """Whether its last step was void, and it has neither begun another one nor entered another world."""
     waits_since: float | None = None
@@ -127,6 +140,10 @@ class Step:
     paces: dict[int, tuple[float, int]] = field(default_factory=dict)
     """The learning rate and the batch of each rank."""
     finished: set[WorkerId] = field(default_factory=set)
+    voting: set[WorkerId] = field(default_factory=set)
+    """The workers that have come to the vote."""
+    final: set[WorkerId] = field(default_factory=set)
+    """The workers that have finished the step after the vote."""
 
 
 @dataclass
@@ -186,6 +203,8 @@ class Truth:
     """How many steps were committed at each failure since the last step of which survivors told."""
     lone_liar: bool = False
     """Whether a worker that lies was alone in a world, or the last one there, so that no witness contradicts it."""
+    final: int = 0
+    """How many steps a worker has finished after votes, so that it may tell them as committed."""
     claims: dict[WorkerId, int] = field(default_factory=dict)
     """The members that have said that training is complete while it was not, and after which step."""
     waiting_since: float | None = None
@@ -224,7 +243,7 @@ class Truth:
         if self.lone_liar:
             return math.inf
         heard = self.steps_committed if self.stops_to_rescale else max(self.committed.values(), default=0)
-        return max(heard, *self.claims.values(), 0)
+        return max(heard, *self.claims.values(), self.final)
 
     def state_after(self, steps: int) -> int:
         """What the state has to be behind so many steps."""
