@@ -16,13 +16,14 @@ from typing import Any, TypeVar
 from forged.client import EARLIEST, ForgedClient
 from forged.demo.audit import Logs
 from forged.demo.output import Output
-from forged.demo.processes import DaemonProcess, DemoWorker
+from forged.demo.processes import DemoWorker
 from forged.demo.records import Committed, Entered, Entry, read
 from forged.demo.train import JOB
 from forged.elastic.messages import RescaleCompleted
 from forged.elastic.model import ClusterTopology
 from forged.errors import ForgedError
 from forged.kernel.messages import Fact, Gap, Record
+from forged.launch.daemon_process import DaemonProcess
 
 R = TypeVar("R")
 

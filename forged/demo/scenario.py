@@ -30,7 +30,7 @@ from forged.demo.memory_restore import ALONE_JOB, GPU_BYTES, restore_from_memory
 from forged.demo.model_release import release_model
 from forged.demo.observer import ClusterObserver
 from forged.demo.output import CYAN, DIM, GREEN, RED, Output
-from forged.demo.processes import DaemonProcess, forgectl, nothing_left_behind
+from forged.demo.processes import forgectl, nothing_left_behind
 from forged.demo.records import Finished, Ready
 from forged.demo.train import JOB, PARAMETERS, STOP_FILE
 from forged.elastic.messages import (
@@ -42,6 +42,7 @@ from forged.elastic.messages import (
     WorkerLeft,
 )
 from forged.errors import ConfigError, ForgedError
+from forged.launch.daemon_process import DaemonProcess
 from forged.phrases import counted
 from forged.registry.messages import ArtifactState
 from forged.registry.model import DeploymentState, ModelVersion

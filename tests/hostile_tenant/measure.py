@@ -14,10 +14,10 @@ from typing import Any
 
 from forged.auth.model import Role
 from forged.client import ForgedClient
-from forged.demo.processes import DaemonProcess, command, environment
 from forged.elastic.messages import WorkerFailed, WorkerLost
 from forged.jobs.model import NoteAdded
 from forged.kernel.messages import Record
+from forged.launch.daemon_process import DaemonProcess, command, environment
 
 VICTIM, HOSTILE = "victim", "hostile"
 WORKERS = 2

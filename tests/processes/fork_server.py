@@ -27,7 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from forged.demo.processes import environment
+from forged.launch.daemon_process import environment
 
 ORDER_BYTES_MAX = 1 << 16
 DESCRIPTORS = 3

@@ -21,10 +21,10 @@ import msgspec
 from forged.auth.model import Role
 from forged.cli.service.serve import DATABASE
 from forged.client import EARLIEST, ForgedClient
-from forged.demo.processes import command, environment
 from forged.elastic.coordinator.records import WorldRecord
 from forged.elastic.messages import RescaleCompleted, WorkerFailed
 from forged.kernel.messages import Record
+from forged.launch.daemon_process import command, environment
 from tests.processes.worker_script import JOB, STOP_FILE
 
 TIMEOUT_S = 60.0

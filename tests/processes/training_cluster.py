@@ -15,10 +15,11 @@ from typing import Any
 from uuid import uuid4
 
 from forged.client import ForgedClient
-from forged.demo.processes import LISTEN, last_log_line, nothing_left_behind
+from forged.demo.processes import nothing_left_behind
 from forged.elastic.messages import RescaleCompleted
 from forged.elastic.model import ClusterTopology
 from forged.kernel.messages import Fact, Record
+from forged.launch.daemon_process import LISTEN, last_log_line
 from tests.client.daemon_runner import SOON
 from tests.processes.fork_server import DAEMON, ForkedProcess, ForkServer, ProcessStarter, forking_from
 from tests.processes.worker_script import ARMED, JOB, STOP_FILE

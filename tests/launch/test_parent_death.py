@@ -6,11 +6,11 @@ import signal
 import subprocess
 import sys
 
-from forged.demo import parent_death
+from forged.launch import parent_death
 
 HOLDER = """
 import os, subprocess, sys
-from forged.demo import parent_death
+from forged.launch import parent_death
 held = subprocess.Popen(parent_death.command(os.getpid(), ["sleep", "1000"]))
 while os.path.basename(os.readlink(f"/proc/{held.pid}/exe")).startswith("python"):
     pass

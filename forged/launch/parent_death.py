@@ -24,7 +24,7 @@ def main(parent: int, words: list[str]) -> None:
     """Replace this process by the command."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() == parent:
-        os.execvp(words[0], words)  # noqa: S606 - the demo builds this command line
+        os.execvp(words[0], words)  # noqa: S606 - its caller builds this command line
 
 
 if __name__ == "__main__":
