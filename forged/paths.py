@@ -1,4 +1,4 @@
-"""The default data directory and socket path.
+"""The default data directory, socket path and endpoints.
 
 The daemon and its clients use the same functions. systemd's directory variables are used by the daemon only: in a
 client that runs as another service they name that service's directories.
@@ -38,6 +38,12 @@ def client_socket(environment: Mapping[str, str], uid: int, exists: Callable[[st
         # The directory of a systemd user service.
         places.insert(1, f"{runtime}/forged/forged.sock")
     return next(filter(exists, places), own)
+
+
+def client_endpoints(environment: Mapping[str, str], uid: int) -> tuple[str, ...]:
+    """The endpoints to connect to, the commas of `$FORGED_ENDPOINT` between them; else the socket."""
+    given = tuple(filter(None, map(str.strip, environment.get("FORGED_ENDPOINT", "").split(","))))
+    return given or (f"unix://{client_socket(environment, uid)}",)
 
 
 def _own_data_dir(environment: Mapping[str, str], uid: int) -> str:

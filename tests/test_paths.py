@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from forged.paths import ROOT_DATA_DIR, ROOT_SOCKET, client_socket, default_data_dir, default_socket
+from forged.paths import ROOT_DATA_DIR, ROOT_SOCKET, client_endpoints, client_socket, default_data_dir, default_socket
 
 USER = 1000
 HOME = {"HOME": "/home/me"}
@@ -67,3 +67,16 @@ class TestAClient:
         socket.parent.mkdir()
         socket.touch()
         assert client_socket({"XDG_RUNTIME_DIR": str(tmp_path)}, USER) == str(socket)
+
+    @pytest.mark.parametrize(
+        ("environment", "found"),
+        [
+            ({"FORGED_SOCKET": "/f"}, ("unix:///f",)),
+            ({"FORGED_SOCKET": "/f", "FORGED_ENDPOINT": ""}, ("unix:///f",)),
+            ({"FORGED_SOCKET": "/f", "FORGED_ENDPOINT": "tcp://a:1, tls://b:2,"}, ("tcp://a:1", "tls://b:2")),
+        ],
+    )
+    def test_prefers_the_endpoints_of_the_environment_to_the_socket(
+        self, environment: dict[str, str], found: tuple[str, ...]
+    ) -> None:
+        assert client_endpoints(environment, USER) == found

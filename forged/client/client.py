@@ -54,7 +54,7 @@ from forged.net.protocol.messages import (
 from forged.net.transport.connection import ConnectionLimits
 from forged.net.transport.port import Address, Network
 from forged.net.transport.tls import client_context
-from forged.paths import client_socket
+from forged.paths import client_endpoints
 from forged.retry import RECONNECTING, RetryPolicy
 
 R = TypeVar("R")
@@ -74,9 +74,9 @@ CLOSED = Unavailable("client_closed", "the client was closed", "open a new one")
 class ForgedClient(BulkMethods, ModelMethods, MemoryMethods):
     """The client of a daemon, or of one of several daemons; an asynchronous context manager.
 
-    Endpoints are `unix:///path`, `tcp://host:port` or `tls://host:port`; the default is the socket
-    `$FORGED_SOCKET`, else the default socket of this user. `token` defaults to `$FORGED_TOKEN`; an empty one means
-    none. Entering waits for the first connection. `network` replaces the way to connect, such as
+    Endpoints are `unix:///path`, `tcp://host:port` or `tls://host:port`; the default is `$FORGED_ENDPOINT`, else the
+    socket `$FORGED_SOCKET`, else the default socket of this user. `token` defaults to `$FORGED_TOKEN`; an empty one
+    means none. Entering waits for the first connection. `network` replaces the way to connect, such as
     `SystemNetwork(tls_client=...)` for other certificates.
     """
 
@@ -92,7 +92,8 @@ class ForgedClient(BulkMethods, ModelMethods, MemoryMethods):
         source: random.Random | None = None,
         limits: ConnectionLimits | None = None,
     ) -> None:
-        self.endpoints = tuple(Address.parse(endpoint) for endpoint in endpoints or [_default_endpoint()])
+        endpoints = endpoints or client_endpoints(os.environ, os.getuid())
+        self.endpoints = tuple(map(Address.parse, endpoints))
         self.timeout_s = timeout_s
         clock, source = clock or SystemClock(), source or random.SystemRandom()
         super().__init__(clock, source)
@@ -390,10 +391,6 @@ class ForgedClient(BulkMethods, ModelMethods, MemoryMethods):
 
 
 _NOT_LEADER = "not_leader"
-
-
-def _default_endpoint() -> str:
-    return f"unix://{client_socket(os.environ, os.getuid())}"
 
 
 def _system_network(endpoints: Iterable[Address]) -> Network:

@@ -468,7 +468,7 @@ class Training(BlockingFacade[ElasticWorker]):
 
 def join(
     *endpoints: str,
-    job: str = JOB,
+    job: str | None = None,
     state: Any = None,
     worker_id: str | WorkerId | None = None,
     config: ElasticTrainingConfig | None = None,
@@ -484,6 +484,7 @@ def join(
 ) -> Training:
     """Take part in the training of a job; a context manager.
 
+    Without endpoints, `token` or `job`, those of `$FORGED_ENDPOINT`, `$FORGED_TOKEN` and `$FORGED_JOB` are used.
     `state` is a dict of arrays and plain values, or an object with `state_dict` and `load_state_dict`. The first worker
     creates the job, with `config` if it gives one. Without a `worker_id` the host's name and the pid make one. With
     `peer_tls`, workers use TLS between each other, with the files that `$FORGED_CA`, `$FORGED_CERTIFICATE` and
@@ -494,7 +495,7 @@ def join(
         return ElasticWorker(
             worker_id or f"{socket.gethostname()}-{os.getpid()}-{os.urandom(SUFFIX_BYTES).hex()}",
             config,
-            job=job,
+            job=job or os.environ.get("FORGED_JOB") or JOB,
             state=state,
             token=token,
             learning_rate=learning_rate,

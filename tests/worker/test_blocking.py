@@ -945,6 +945,17 @@ class TestReports:
             assert looking.result(PATIENCE_S) > 0
 
 
+def test_endpoint_and_job_are_read_from_the_environment(
+    threaded_daemon: ThreadedDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORGED_ENDPOINT", threaded_daemon.runner.endpoint)
+    monkeypatch.setenv("FORGED_JOB", "named-outside")
+    with join() as worker:
+        assert worker.job == "named-outside"
+    with join(job="named-here") as worker:
+        assert worker.job == "named-here"
+
+
 @pytest.mark.parametrize(
     ("total", "size", "shares"),
     [

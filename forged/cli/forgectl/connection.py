@@ -34,6 +34,6 @@ def _endpoint(options: Options) -> str:
         return str(options.endpoint)
     if options.socket:
         return f"unix://{options.socket}"
-    from forged.paths import client_socket
+    from forged.paths import client_endpoints
 
-    return f"unix://{client_socket(os.environ, os.getuid())}"
+    return client_endpoints(os.environ, os.getuid())[0]

@@ -48,7 +48,8 @@ exit codes:
   130  interrupted
 
 environment:
-  FORGED_SOCKET, FORGED_TOKEN   defaults for --socket and --token
+  FORGED_SOCKET, FORGED_ENDPOINT, FORGED_TOKEN   defaults for --socket,
+       --endpoint and --token
   FORGED_CA, FORGED_CERTIFICATE, FORGED_KEY   PEM files for tls:// endpoints
   NO_COLOR   disable colours
 

@@ -130,7 +130,9 @@ def computing() -> Parser:
 def _with_daemon() -> Parser:
     parser = Parser(add_help=False, argument_default=argparse.SUPPRESS)
     parser.add_argument("--socket", metavar="PATH", help="the daemon's Unix socket (default: $FORGED_SOCKET)")
-    parser.add_argument("--endpoint", metavar="URL", help="unix:///path, tcp://host:port or tls://host:port")
+    parser.add_argument(
+        "--endpoint", metavar="URL", help="unix:///path, tcp://host:port or tls://host:port (default: $FORGED_ENDPOINT)"
+    )
     parser.add_argument("--token", metavar="TEXT", help="access token (default: $FORGED_TOKEN)")
     return parser
 

@@ -203,6 +203,13 @@ class TestArguments:
         monkeypatch.setenv("FORGED_SOCKET", threaded_daemon.socket)
         assert ctl("ping", " ")[0] == 0
 
+    def test_endpoint_is_read_from_the_environment_before_the_socket(
+        self, ctl: Ctl, threaded_daemon: ThreadedDaemon, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("FORGED_SOCKET", "/nowhere")
+        monkeypatch.setenv("FORGED_ENDPOINT", f"unix://{threaded_daemon.socket}")
+        assert ctl("ping", " ")[0] == 0
+
     def test_token_is_read_from_the_environment(self, ctl: Ctl, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("FORGED_TOKEN", "forged_nonsense")
         code, _, err = ctl("ping")
