@@ -1,4 +1,4 @@
-"""`forged`: the command that runs, checks, installs and demonstrates the daemon.
+"""`forged`: the command that runs, checks, installs and demonstrates the daemon, and launches workers.
 
 Modules are imported when a command needs them.
 """
@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from forged.cli.forgectl.parser import Misuse, understood
 from forged.cli.process import EXIT_OK, print_error, run
-from forged.cli.service import demo, install
+from forged.cli.service import demo, install, launch
 from forged.errors import ConfigError, ForgedError
 from forged.version import VERSION
 
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else list(arguments)
     as_json = "--json" in words
     try:
-        options = understood(words, _parser().parse_args)
+        options = understood(words, partial(launch.parsed, parse=_parser().parse_args))
     except ConfigError as error:
         return print_error(PROGRAM, error, json=as_json)
     if options.act is not _run:
@@ -85,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser("check-config", help="validate a configuration and list all errors")
     check.add_argument("config", type=Path, metavar="FILE")
     check.set_defaults(act=_check_config)
+    launch.add_parser(commands)
     install.add_parser(commands)
     demo.add_parser(commands)
     return parser
