@@ -12,10 +12,10 @@ import os
 import signal
 import struct
 import sys
-from collections import Counter
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 
+from tests.hostile_tenant.memory_attacks import MEMORY_ATTACKS
+from tests.hostile_tenant.tenant import NOTE, PAUSE_S, Attack, Tenant
 from tests.net.manual_daemon import SUBSCRIBE
 from tests.net.raw_client import RawClient
 
@@ -23,39 +23,11 @@ FRAME_BYTES = (4 << 20) - 16
 HELD_MAX = 400
 """How many connections an attack holds before it starts again."""
 STREAMS = 64
-NOTE = "x" * 1000
+SETTINGS = {"worker_heartbeat_timeout_ms": 600_000, "reconnect_grace_ms": 600_000}
+"""The attacker's workers send no heartbeats, and keep their devices."""
 LARGE_NOTE = "x" * 4000
 SHARDS = 10**8
 TAGS = 1000
-PAUSE_S = 0.001
-IGNORED = (OSError, EOFError, AssertionError, TimeoutError)
-"""How the daemon's defence shows: refused or ended connections."""
-
-Attack = Callable[["Tenant"], Awaitable[None]]
-
-
-class Tenant:
-    """The attacker: where the daemon is, its token and job, and what it has counted."""
-
-    def __init__(self, endpoint: str, token: str, job: str) -> None:
-        self.endpoint, self.token, self.job = endpoint, token, job
-        self.counts: Counter[str] = Counter()
-
-    async def repeat(self, attack: Attack) -> None:
-        while True:
-            with suppress(*IGNORED):
-                await attack(self)
-            self.counts[f"{attack.__name__} rounds"] += 1
-            await asyncio.sleep(PAUSE_S)
-
-    async def greeted(self, stack: AsyncExitStack) -> RawClient:
-        client = await stack.enter_async_context(RawClient.greeted(self.endpoint, self.token))
-        self.counts["connections"] += 1
-        return client
-
-    async def note(self, client: RawClient, number: int, text: str = NOTE) -> None:
-        code = await client.request(number, "AddNote", job=self.job, text=text)
-        self.counts["notes" if isinstance(code, dict) else f"refused: {code}"] += 1
 
 
 async def many_clients_with_one_note_each(tenant: Tenant) -> None:
@@ -148,6 +120,7 @@ ATTACKS: tuple[Attack, ...] = (
     enormous_offers,
     endless_models,
     guessed_tokens,
+    *MEMORY_ATTACKS,
 )
 
 
@@ -157,7 +130,7 @@ async def main() -> None:
     ended = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
     async with RawClient.greeted(endpoint, tenant.token) as client:
-        await client.request(1, "CreateJob", job=job)
+        await client.request(1, "CreateJob", job=job, settings=SETTINGS)
     tasks = [asyncio.create_task(tenant.repeat(attack)) for attack in ATTACKS]
     print("attacking", flush=True)
     await ended.wait()

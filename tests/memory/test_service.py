@@ -541,7 +541,7 @@ async def test_where_a_block_would_go_is_searched_for_a_bounded_share_of_time(mo
 
 
 @on_virtual_time
-async def test_what_can_be_obtained_of_many_blocks_is_at_most_a_second_old(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_can_be_obtained_of_many_blocks_is_looked_for_at_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "OBTAINABLE_BLOCKS", 1)
     async with memory_daemon() as memory:
         held = handles(await filled(memory, 8))

@@ -46,7 +46,7 @@ EVICTED_NAMED_MAX = 100
 SEARCHES_MAX = 4
 """After so many blocks of a request that do not fit nothing is evicted for the others, and they are not explained in
 detail: both take up to 1 us for each block of the device."""
-SEARCHED_BLOCKS_PER_S, SEARCHED_BLOCKS_MAX = 100_000, 400_000
+SEARCHED_BLOCKS_PER_S, SEARCHED_BLOCKS_MAX = 100_000, 200_000
 """So many blocks are searched for explanations in a second, and at once; as many of each job for blocks that give way,
 and twice as many of all jobs."""
 SEARCHED_AT_LEAST = 1000

@@ -25,7 +25,7 @@ from forged.memory.waiting import WaitingQueue
 from forged.shares import Holder
 
 OBTAINABLE_BLOCKS = 1000
-OBTAINABLE_S = 1.0
+OBTAINABLE_S_PER_BLOCK = 1e-5
 """Of devices with more blocks what can be obtained is looked for so often at most: it takes 0.2 us for each block."""
 WorkerKey = tuple[str, bytes]
 """The id and the incarnation of a worker."""
@@ -110,8 +110,9 @@ class Device:
         return memory_pressure(self.held_bytes, self.core.total)
 
     def obtainable(self, now: float) -> int:
-        """The largest hole that eviction and compaction can open; of a device with many blocks at most a second old."""
-        if len(self.core) <= OBTAINABLE_BLOCKS or now >= self._obtained_at + OBTAINABLE_S:
+        """The largest hole that eviction and compaction can open; of a device with many blocks a little old."""
+        count = len(self.core)
+        if count <= OBTAINABLE_BLOCKS or now >= self._obtained_at + count * OBTAINABLE_S_PER_BLOCK:
             self._obtainable, self._obtained_at = largest_hole(self.core, evicting=True), now
         return self._obtainable
 

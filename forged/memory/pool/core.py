@@ -311,9 +311,10 @@ class PoolCore:
     def stretches(self, start: int = 0, near: str = "") -> Iterator[Block]:
         """All blocks by offset, free ones too, from the one that has the byte at `start` on.
 
-        It is looked for from the block of the id `near` on, if there is one, else from the first one on.
+        It is looked for from the nearest of the first block, the last one, and the one of the id `near`.
         """
-        block = self._blocks.get(near, self._first.after)
+        first, last = self._first.after, self._last.before
+        block = min(first, self._blocks.get(near, first), last, key=lambda one: abs(one.offset - start))
         while block.offset > start:
             block = block.before
         while block is not self._last:
