@@ -234,8 +234,8 @@ class CurrentWorld:
         return True
 
     def abort_collective(self, why: str) -> None:
-        """Abort the collective that the script waits in, if there is one."""
-        if self._is_meeting and self.world is not None:
+        """Abort the collective that the script waits in, if there is one; alone in a world it waits for no rank."""
+        if self._is_meeting and self.world is not None and self.world.size > 1:
             self.world.abort(why)
 
     @contextmanager

@@ -264,6 +264,12 @@ class TestNamedMeetings:
                 await until(lambda: bool(other.overs))
             assert [over.reason for over in one.overs + other.overs] == ["it is to go"] * 2
 
+    async def test_meeting_of_a_lone_worker_is_not_aborted(self) -> None:
+        async with together(1) as (one,):
+            with one.named_meeting("backward"):
+                one.abort_collective("it is to go")
+            assert (one.overs, one.may_step) == ([], True)
+
 
 class TestWorldOver:
     async def test_voided_step_ends_the_world_once_at_every_rank_also_between_two_collectives(self) -> None:
