@@ -365,6 +365,7 @@ class Daemon:
         from forged.telemetry.http import HttpServer
         from forged.telemetry.memory_metrics import MemoryCollector
         from forged.telemetry.model_metrics import ModelCollector
+        from forged.telemetry.training_metrics import TrainingCollector
 
         table = self.slots.table
         checkpoints = CheckpointCollector(
@@ -381,7 +382,12 @@ class Daemon:
             self.tokens.identify,
             self._ports.log_lines_lost,
             lambda: self.plugins.views,
-            (checkpoints, ModelCollector(self.bus, self.registry.state), MemoryCollector(self.memory.table)),
+            (
+                checkpoints,
+                ModelCollector(self.bus, self.registry.state),
+                MemoryCollector(self.memory.table),
+                TrainingCollector(self.metrics.table, self._ports.clock),
+            ),
         )
         async with server.open(address) as listening:
             self.http = f"http://{listening.host}:{listening.port}"

@@ -50,7 +50,7 @@ VIEWS = (
     ("plugins",),
     ("jobs",),
     ("jobs", "show", JOB),
-    ("jobs", "watch", JOB),
+    ("jobs", "watch", JOB, "--once"),
     ("workers",),
     ("workers", "show", "a", "--job", JOB),
     ("plan", "--job", JOB, "--workers", "3"),

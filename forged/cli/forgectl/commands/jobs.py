@@ -10,11 +10,11 @@ from typing import Any
 
 from forged.cli.forgectl import answers, tables
 from forged.cli.forgectl.answers import UNTOLD, Row, known
-from forged.cli.forgectl.commands import transfers
+from forged.cli.forgectl.commands import transfers, watch
 from forged.cli.forgectl.connection import DaemonConnection
 from forged.cli.forgectl.output import answer, print_json
 from forged.cli.forgectl.parser import Options, Parser, add_reason, positional, verb, verbs_of
-from forged.cli.forgectl.values import settings, version
+from forged.cli.forgectl.values import seconds, settings, version
 from forged.cli.process import EXIT_OK, stop_without_reader
 from forged.plain_client.connection import PlainConnection
 
@@ -42,7 +42,12 @@ def fill(jobs: Parser) -> None:
     remove.add_argument("--force", action="store_true", help="remove the job even if it has workers")
     for name, act, text in _CONTROL_VERBS:
         add_reason(_of_job(verb(verbs, name, act, text)))
-    _of_job(verb(verbs, "watch", _watch, "follow the current rescale until it ends"))
+    watching = _of_job(verb(verbs, "watch", _watch, "show a job's training live: steps, values, ranks, goodput"))
+    watching.add_argument("--once", action="store_true", help="show it once")
+    watching.add_argument(
+        "--interval", type=seconds, metavar="S", help="seconds between two looks (1; 5 where the output is no terminal)"
+    )
+    watching.add_argument("--rescale", action="store_true", help="follow only the current rescale, until it ends")
 
 
 def _of_job(parser: Parser) -> Parser:
@@ -76,13 +81,18 @@ def _show(options: Options) -> int:
         job = answers.one(daemon, "ShowJob", job=options.name)
         training = _training(daemon, options.name)
         moving = transfers.under_way(daemon, options.name, training)
-    about = {name: value for name, value in (("training", training), ("transfers", moving)) if value}
+        goodput = _goodput(daemon, options.name)
+    parts = (("training", training), ("transfers", moving), ("goodput", goodput))
+    about = {name: value for name, value in parts if value}
     answer(options, job | about, lambda: _print_job(job))
     if not options.json:
         if training:
             _print_training(training)
         if moving:
             print(f"\ntransfers: {transfers.summary(moving)}")
+        if goodput:
+            print()
+            watch.print_goodput(goodput)
     return EXIT_OK
 
 
@@ -201,7 +211,7 @@ def _reopened(reply: Row) -> str:
 def _rescaled(reply: Row) -> str:
     if not _has_changed(reply):
         return f"no rescale starts now{_stalled(reply)}"
-    return "a rescale starts; follow it with `forgectl jobs watch`"
+    return "a rescale starts; follow it with `forgectl jobs watch --rescale`"
 
 
 def _has_changed(reply: Row) -> bool:
@@ -214,6 +224,10 @@ def _because(reply: Row) -> str:
 
 
 def _watch(options: Options) -> int:
+    return _watch_rescale(options) if options.rescale else watch.watch(options)
+
+
+def _watch_rescale(options: Options) -> int:
     printed = ""
     with DaemonConnection(options) as daemon:
         while True:
@@ -235,6 +249,11 @@ def _watch(options: Options) -> int:
 def _training(daemon: PlainConnection, job: str) -> Row:
     """The state of a job's training; empty before the first worker joins, or if the daemon does not support it."""
     return answers.one_unless(daemon, UNTOLD, "ShowCluster", job=job)
+
+
+def _goodput(daemon: PlainConnection, job: str) -> Row:
+    """What a job's time was spent on; empty before its first world, or if the daemon does not know."""
+    return answers.map_in(answers.one_unless(daemon, UNTOLD, "ReadTraining", job=job), "goodput")
 
 
 def _phases(daemon: PlainConnection) -> dict[str, Row]:

@@ -273,7 +273,7 @@ class TestJobs:
             ("reopen", {}, "the job accepts workers again"),
             ("reopen", {"stall_report": "2 must join"}, "the job accepts workers again; 2 must join"),
             ("abort", {"changed": False, "reason": "enough"}, "training was already aborted: enough"),
-            ("rescale", {}, "a rescale starts; follow it with `forgectl jobs watch`"),
+            ("rescale", {}, "a rescale starts; follow it with `forgectl jobs watch --rescale`"),
             ("rescale", {"changed": False, "stall_report": "1 worker waits"}, "no rescale starts now; 1 worker waits"),
         ],
     )
@@ -415,7 +415,7 @@ class TestWatch:
 
     def test_watch_prints_a_line_per_stage(self, tmp_path: Path, capsys: Caught) -> None:
         with scripted_daemon(tmp_path, ScriptedReplies(ShowCluster=list(self.WATCH_REPLIES))) as daemon:
-            code, out, err = daemon.run("jobs watch run", capsys)
+            code, out, err = daemon.run("jobs watch run --rescale", capsys)
         assert (code, err) == (0, "")
         assert out.splitlines() == [
             "attempt 4: stopping, waiting for w1, w2 (w3 failed: dead)",
@@ -427,11 +427,11 @@ class TestWatch:
 
     def test_watch_prints_a_json_line_per_change(self, tmp_path: Path, capsys: Caught) -> None:
         with scripted_daemon(tmp_path, ScriptedReplies(ShowCluster=list(self.WATCH_REPLIES))) as daemon:
-            told = [json.loads(line) for line in daemon.run("jobs watch run --json", capsys)[1].splitlines()]
+            told = [json.loads(line) for line in daemon.run("jobs watch run --rescale --json", capsys)[1].splitlines()]
         assert told == [self.WATCH_REPLIES[number] for number in (0, 2, 3, 4, 5)]
 
     def test_watch_without_a_rescale_prints_the_phase_and_ends(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
-        assert daemon.run("jobs watch run", capsys)[1].startswith("running: generation 4")
+        assert daemon.run("jobs watch run --rescale", capsys)[1].startswith("running: generation 4")
         assert len(daemon.requests) == 1
 
     def test_watch_prints_the_stall_report_after_the_phase(self, tmp_path: Path, capsys: Caught) -> None:
@@ -442,7 +442,7 @@ class TestWatch:
             RUNNING | {"stall_report": "paused: night"},
         ]
         with scripted_daemon(tmp_path, ScriptedReplies(ShowCluster=life)) as daemon:
-            assert daemon.run("jobs watch run", capsys)[1].splitlines() == [
+            assert daemon.run("jobs watch run --rescale", capsys)[1].splitlines() == [
                 "attempt 4: stopping, waiting for w1, w2 (w3 failed: dead)",
                 "rescaling: between two attempts; attempt 5 starts when w1 is back",
                 "running: generation 4, 1 worker, step 120; paused: night",
@@ -451,7 +451,7 @@ class TestWatch:
     def test_watch_counts_many_missing_workers(self, tmp_path: Path, capsys: Caught) -> None:
         many = RESCALING | {"rescale": PAUSING | {"waiting_for": [f"w{number}" for number in range(1000)]}}
         with scripted_daemon(tmp_path, ScriptedReplies(ShowCluster=[many, RUNNING])) as daemon:
-            first = daemon.run("jobs watch run", capsys)[1].splitlines()[0]
+            first = daemon.run("jobs watch run --rescale", capsys)[1].splitlines()[0]
         assert first.startswith("attempt 4: stopping, waiting for w0, w1, w2, w3, w4, w5, w6, w7 and 992 more (")
 
 
@@ -955,7 +955,7 @@ class TestRealDaemon:
         assert "waiting_for  w0, w1" in ctl("jobs show run")[1]
         assert "attempt 2 to rescale to 2 workers: a test" in ctl("events")[1]
         assert ctl("jobs abort run")[0] == 0
-        assert ctl("jobs watch run")[1].startswith("aborted: generation 1")
+        assert ctl("jobs watch run --rescale")[1].startswith("aborted: generation 1")
 
     def test_aborted_job_is_reopened_and_no_other(self, ctl: Ctl) -> None:
         code, _, err = ctl("jobs reopen run")
@@ -984,7 +984,7 @@ class TestRealDaemon:
         shown = ctl("jobs show run")[1]
         assert re.search(f"^stall_report +{re.escape(paused)}$", shown, re.MULTILINE)
         assert "\nreason" not in shown, "that of the last rescale is not why it stalls"
-        assert ctl("jobs watch run")[1].endswith(f"; {paused}\n")
+        assert ctl("jobs watch run --rescale")[1].endswith(f"; {paused}\n")
 
     def test_job_is_removed_when_aborted_or_with_force(self, ctl: Ctl) -> None:
         code, _, err = ctl("jobs rm run")
