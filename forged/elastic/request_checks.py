@@ -5,7 +5,7 @@ from __future__ import annotations
 from forged.elastic.compatibility import check_shared_config
 from forged.elastic.config import LEARNING_RATE_MAX
 from forged.elastic.messages import INCARNATION_BYTES, JoinJob, ReportStandstill, ReportStopped
-from forged.elastic.model import check_worker
+from forged.elastic.model import WORLD_SIZE_MAX, check_worker
 from forged.errors import RequestRefused
 from forged.ids import check_name
 
@@ -56,6 +56,18 @@ def check_join(request: JoinJob) -> None:
     if request.local_world_size < 1:
         text = f"local_world_size must be >= 1, got {request.local_world_size}"
         raise RequestRefused("local_world_size_invalid", text, "give the number of processes on the host")
+    _check_group(request)
+
+
+def _check_group(request: JoinJob) -> None:
+    if not 1 <= request.group_size <= WORLD_SIZE_MAX:
+        text = f"group_size must be from 1 to {WORLD_SIZE_MAX}, got {request.group_size}"
+        raise RequestRefused("group_invalid", text, "give the number of processes of a group")
+    if not 0 <= request.group_rank < request.group_size:
+        text = f"group_rank must be from 0 to {request.group_size - 1}, got {request.group_rank}"
+        raise RequestRefused("group_invalid", text, "give the position of the process in its group")
+    if request.group or request.group_size > 1:
+        check_name("group", request.group)
 
 
 def _check_range(name: str, number: float, most: float, code: str = "stop_invalid") -> None:

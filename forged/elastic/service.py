@@ -222,10 +222,13 @@ class ElasticService:
             local_world_size=request.local_world_size,
             attributes=request.attributes,
             with_data=request.with_data,
+            group=request.group,
+            group_rank=request.group_rank,
             # The client may have disconnected while the job was created, before it spoke for any worker.
             lost_at=None if call.client in self._table.connected else now.monotonic,
         )
         coordinator.require_compatible(request.shared_config)
+        coordinator.settle_group_size(request.group_size)
         coordinator.join(newcomer, now)
         coordinator.adopt_shared_config(request.shared_config)
         if (member := coordinator.members.get(request.worker.id)) is None:
@@ -281,6 +284,7 @@ class ElasticService:
             request.epoch,
             request.learning_rate,
             request.global_batch_size,
+            request.is_stale,
         )
         coordinator.stopped(request.worker_id, request.incarnation, request.attempt, report, self._loop.now())
         return self._loop.decide(coordinator, Nothing())

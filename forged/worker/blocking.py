@@ -297,6 +297,31 @@ class Training(BlockingFacade[ElasticWorker]):
         return self.worker.world_size
 
     @property
+    def group(self) -> str:
+        """The name of the worker's group; empty for a group of one."""
+        return self.worker.group
+
+    @property
+    def group_rank(self) -> int:
+        """The worker's position in its group."""
+        return self.worker.group_rank
+
+    @property
+    def group_size(self) -> int:
+        """How many workers a group has."""
+        return self.worker.group_size
+
+    @property
+    def replica_rank(self) -> int:
+        """The position of the worker's group among the groups of its world; -1 outside a world."""
+        return self.worker.replica_rank
+
+    @property
+    def replica_count(self) -> int:
+        """How many groups the world has."""
+        return self.worker.replica_count
+
+    @property
     def generation(self) -> int:
         """The generation of the world."""
         return self.worker.generation
@@ -477,6 +502,9 @@ def join(
     global_batch_size: int = 0,
     attributes: Mapping[str, str] | None = None,
     local_world_size: int = 1,
+    group: str = "",
+    group_rank: int = 0,
+    group_size: int = 1,
     data: TrainingData | None = None,
     sampler: ElasticSampler | None = None,
     peer_tls: bool = False,
@@ -488,7 +516,8 @@ def join(
     `state` is a dict of arrays and plain values, or an object with `state_dict` and `load_state_dict`. The first worker
     creates the job, with `config` if it gives one. Without a `worker_id` the host's name and the pid make one. With
     `peer_tls`, workers use TLS between each other, with the files that `$FORGED_CA`, `$FORGED_CERTIFICATE` and
-    `$FORGED_KEY` name. `log` is a logger of `logging` or structlog; default: the logger `forged`.
+    `$FORGED_KEY` name. `log` is a logger of `logging` or structlog; default: the logger `forged`. The `group_size`
+    workers of one `group` train one replica of the model, each with a part of the state by its `group_rank`.
     """
 
     def make() -> ElasticWorker:
@@ -502,6 +531,9 @@ def join(
             global_batch_size=global_batch_size,
             attributes=attributes,
             local_world_size=local_world_size,
+            group=group,
+            group_rank=group_rank,
+            group_size=group_size,
             data=data,
             sampler=sampler,
             log=log,

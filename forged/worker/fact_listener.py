@@ -11,7 +11,7 @@ from __future__ import annotations
 from anyio.abc import TaskGroup
 
 from forged.client.stream import FactStream
-from forged.elastic.messages import JoinReply
+from forged.elastic.messages import GroupBroken, JoinReply
 from forged.elastic.phases import Phase
 from forged.errors import ForgedError, RequestRefused
 from forged.jobs.model import JobChanged
@@ -80,6 +80,9 @@ class FactListener:
         if isinstance(news, JobChanged):
             self._state.follow_settings(news.settings)
             self._heartbeat.follow_settings()
+        if isinstance(news, GroupBroken) and self._state.worker.id in news.waiting:
+            lost = news.worker_id
+            self._spec.log.warning("this worker's group is broken, and waits until it is whole", lost=lost)
         self._drain.begin_if_told()
         self._drain.hear(news)
         self._catalog.hear(news)

@@ -102,6 +102,9 @@ class Registration:
                 rejoin=again,
                 with_data=spec.data is not None,
                 shared_config=common_of(spec.data, spec.sampler),
+                group=spec.group,
+                group_rank=spec.group_rank,
+                group_size=spec.group_size,
             )
         )
 
@@ -121,6 +124,7 @@ class Registration:
                 stop.global_batch_size,
                 stop.holds_state,
                 stop.finished,
+                stop.is_stale,
             )
         )
 

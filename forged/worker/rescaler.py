@@ -24,7 +24,7 @@ import msgspec
 from forged.clock import Clock
 from forged.elastic.messages import RescaleSynchronising
 from forged.elastic.model import GlobalTrainingState, RescalingEvent, WorkerId, WorkerStatus
-from forged.elastic.rescale.attempt import StopReport, choose_source
+from forged.elastic.rescale.attempt import StopReport, choose_sources, without_state
 from forged.errors import ForgedError, PeerError, Unavailable
 from forged.log import Log
 from forged.net.transport.tls import TLS_FAILED
@@ -56,6 +56,9 @@ class Rescaler:
         hooks: RescaleHooks,
         clock: Clock,
         log: Log,
+        *,
+        group_rank: int = 0,
+        group_size: int = 1,
     ) -> None:
         self._state = state
         self._view = state.view
@@ -69,10 +72,14 @@ class Rescaler:
         self._hooks = hooks
         self._clock = clock
         self._log = log
+        self._group_rank = group_rank
+        self._group_size = group_size
         self._reported = 0
         """The newest attempt for which a stop report was sent."""
         self._accepted = 0
         """The newest attempt whose stop report the daemon has accepted."""
+        self._crossed = 0
+        """The generation of the newest world that the worker has crossed into, or that it was left out of."""
 
     async def advance(self, *, takes_state: bool = True) -> None:
         """Do the next thing that leads to a world, or wait for a change.
@@ -172,7 +179,7 @@ class Rescaler:
         return offering
 
     def _is_source(self, settled: RescaleSynchronising) -> bool:
-        return settled.source.id == self._registration.worker.id
+        return settled.source_for(self._group_rank).id == self._registration.worker.id
 
     def _is_taker(self, settled: RescaleSynchronising) -> bool:
         return not (self._is_source(settled) or self._view.leaves or self._has_state_of(settled.step))
@@ -198,6 +205,12 @@ class Rescaler:
             self._accepted = 0
             if is_member or self._has_state_of(commit.step):
                 self._progress.apply_commit(commit)
+        if self._group_size > 1 and not is_member and view.draining is None:
+            # The rest trains on. As long as it has not, this worker's state may make up a whole one with theirs.
+            is_next = commit.before.generation == self._crossed
+            if self._progress.holds_state and not (is_next and self._has_state_of(commit.step)):
+                self._progress.distrust_state()
+        self._crossed = commit.topology.generation
         await self._current_world.leave()
         self._current_world.peer_report = None
         if still() and is_member:
@@ -261,17 +274,18 @@ class Rescaler:
 
     async def _agree(self, world: World, commit: Commit) -> StateAgreement:
         """Agree on the state; the source gives it to the members that have another one."""
-        agreement = await agree(world, self._progress.stop_report)
+        agreement = await agree(world, self._progress.stop_report, self._group_size)
         if not agreement.behind:
             return agreement
         # A member that learnt of this world from the daemon's answer may know another attempt.
-        attempt = await world.broadcast(commit.attempt, agreement.source)
-        if agreement.source == world.rank:
+        attempt = await world.broadcast(commit.attempt, agreement.sources[0])
+        if world.rank in agreement.sources:
             with self._offering(attempt):
                 await world.barrier()
         else:
             if world.rank in agreement.behind:
-                await self._fetch_agreed(commit.topology.workers[agreement.source], attempt)
+                source = agreement.sources[world.rank % self._group_size]
+                await self._fetch_agreed(commit.topology.workers[source], attempt)
                 self._progress.receive_state(agreement.step)
             await world.barrier()
         return agreement
@@ -290,12 +304,12 @@ _decode = msgspec.msgpack.Decoder(StopReport).decode
 
 @dataclass(frozen=True, slots=True)
 class StateAgreement:
-    """The state source of a world, and the ranks that need its state."""
+    """The state sources of a world, and the ranks that need their state."""
 
-    source: int
-    """The rank of the state source."""
+    sources: tuple[int, ...]
+    """The ranks of the state sources, by group rank; one without groups."""
     stop: StopReport
-    """The source's stop report."""
+    """The stop report of the first source."""
     behind: frozenset[int]
     """The ranks that have another state."""
 
@@ -305,21 +319,20 @@ class StateAgreement:
         return self.stop.position
 
 
-async def agree(world: World, own: StopReport) -> StateAgreement:
+async def agree(world: World, own: StopReport, group_size: int = 1) -> StateAgreement:
     """Exchange stop reports with all members of a world."""
-    return settle(world.names, [_read(told) for told in await world.all_gather(_encode(own))])
+    return settle(world.names, [_read(told) for told in await world.all_gather(_encode(own))], group_size)
 
 
-def settle(names: tuple[str, ...], stops: list[StopReport]) -> StateAgreement:
+def settle(names: tuple[str, ...], stops: list[StopReport], group_size: int = 1) -> StateAgreement:
     """What follows from the members' stop reports, in rank order."""
-    source = names.index(choose_source(names, dict(zip(names, stops, strict=True))))
-    position = stops[source].position
-    behind = frozenset(
-        rank
-        for rank, stop in enumerate(stops)
-        if rank != source and not (stop.holds_state and stop.position == position)
-    )
-    return StateAgreement(source, stops[source], behind)
+    by_name = dict(zip(names, stops, strict=True))
+    group_ranks = {name: rank % group_size for rank, name in enumerate(names)}
+    found = choose_sources(names, by_name, group_ranks=group_ranks, group_size=group_size)
+    if not found:
+        raise WorldIncomplete("no step is one whose state the members have for all group ranks", "")
+    behind = frozenset(names.index(name) for name in without_state(by_name, found))
+    return StateAgreement(tuple(map(names.index, found)), by_name[found[0]], behind)
 
 
 def _read(told: bytes) -> StopReport:

@@ -176,12 +176,15 @@ class WorkerSession:
             self.hooks,
             spec.clock,
             spec.log,
+            group_rank=spec.group_rank,
+            group_size=spec.group_size,
         )
 
     def _make_exchange(self) -> StateExchange:
         mesh, log = self._mesh, self._spec.log
+        progress, rank = self.state.progress, self._spec.group_rank
         return StateExchange(
-            mesh.state_server, mesh.state_fetch, self._registration, self.state.progress, self._tasks, log
+            mesh.state_server, mesh.state_fetch, self._registration, progress, self._tasks, log, group_rank=rank
         )
 
     def _make_shard_holder(self) -> ShardHolder | None:

@@ -74,6 +74,9 @@ class ElasticWorker:
     The process is this worker's alone: it has a pulse, forked children keep none of its connections, and SIGTERM drains
     the worker. Where several workers live in one process, each is given a `SharedProcess()`. `local_world_size` is
     the number of processes that the worker stands for on its host. `log` is a logger of `logging` or structlog.
+
+    The `group_size` workers of one `group` train one replica of the model, each with a part of the state by its
+    `group_rank`; a world consists of whole groups.
     """
 
     def __init__(
@@ -88,6 +91,9 @@ class ElasticWorker:
         global_batch_size: int = 0,
         attributes: Mapping[str, str] | None = None,
         local_world_size: int = 1,
+        group: str = "",
+        group_rank: int = 0,
+        group_size: int = 1,
         network: Network | None = None,
         clock: Clock | None = None,
         incarnation: bytes | None = None,
@@ -109,6 +115,9 @@ class ElasticWorker:
             settings=None if config is None else config.to_settings(),
             attributes=dict(attributes or {}),
             local_world_size=arguments.count("local_world_size", local_world_size, at_least=1),
+            group=group,
+            group_rank=arguments.count("group_rank", group_rank),
+            group_size=arguments.count("group_size", group_size, at_least=1),
             token=token,
             data=data,
             sampler=sampler,
@@ -184,6 +193,31 @@ class ElasticWorker:
     @property
     def world_size(self) -> int:
         return self._state.current_world.topology.world_size
+
+    @property
+    def group(self) -> str:
+        """The name of the worker's group; empty for a group of one."""
+        return self._spec.group
+
+    @property
+    def group_rank(self) -> int:
+        """The worker's position in its group."""
+        return self._spec.group_rank
+
+    @property
+    def group_size(self) -> int:
+        """How many workers a group has."""
+        return self._spec.group_size
+
+    @property
+    def replica_rank(self) -> int:
+        """The position of the worker's group among the groups of its world; -1 outside a world."""
+        return RANK_NONE if self.rank == RANK_NONE else self.rank // self.group_size
+
+    @property
+    def replica_count(self) -> int:
+        """How many groups the world has."""
+        return self.world_size // self.group_size
 
     @property
     def generation(self) -> int:

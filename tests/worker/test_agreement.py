@@ -55,7 +55,7 @@ def test_settled_source_and_ranks_that_need_its_state(
     stops: list[StopReport], source: int, step: int, behind: set[int]
 ) -> None:
     agreement = settle(NAMES, stops)
-    assert (agreement.source, agreement.step, agreement.behind) == (source, step, frozenset(behind))
+    assert (agreement.sources, agreement.step, agreement.behind) == ((source,), step, frozenset(behind))
 
 
 async def test_all_members_agree_on_the_same() -> None:
@@ -63,7 +63,7 @@ async def test_all_members_agree_on_the_same() -> None:
     async with open_world(3) as worlds:
         first, *others = await each(list(zip(worlds, stops, strict=True)), lambda one: agree(*one))
     assert [first, first] == others
-    assert (first.source, first.step, first.behind, first.stop.epoch) == (1, 5, frozenset({0, 2}), 2)
+    assert (first.sources, first.step, first.behind, first.stop.epoch) == ((1,), 5, frozenset({0, 2}), 2)
 
 
 @pytest.mark.parametrize("word", [b"\xc1", 5])

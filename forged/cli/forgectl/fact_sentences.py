@@ -19,6 +19,7 @@ _CLAUSES: Mapping[str, tuple[str, ...]] = {
     "WorkerReturned": ("{worker_id} reconnected", " after {after_s}"),
     "WorkerLeft": ("{worker_id} left", ": {reason}"),
     "WorkerFailed": ("{worker_id} failed", " (rank {rank})", ": {reason}"),
+    "GroupBroken": ("group {group} is broken: it has lost {worker_id}", "; {waiting} wait until it is whole"),
     "WorkerDraining": ("draining {worker_id} after its current step", ": {reason}"),
     "WorkerStalled": ("{worker_id} is alive but makes no progress", " for {for_s}", ", last step {step}"),
     "WorkerRecovered": ("{worker_id} makes progress again", ", last step {step}"),
@@ -44,6 +45,7 @@ _CLAUSES: Mapping[str, tuple[str, ...]] = {
         "attempt {attempt}: all workers have stopped",
         " after step {step}",
         "; {source} sends its state to {behind:worker}",
+        " (the sources by group rank: {sources})",
     ),
     "ProgressLost": (
         "the steps committed after step {step} are lost",

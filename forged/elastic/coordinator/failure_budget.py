@@ -3,6 +3,7 @@
 Invariants:
 - A job is aborted when more members of its world have failed than its settings tolerate, or after too many failures
   without a committed step in between.
+- In a job with groups a group counts as one member, and fails when the first of its members does.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ class FailureBudget:
         self.in_world = 0
         self.at_step = min(self.at_step, step)
 
-    def exceeded(self, world_size: int, config: ElasticTrainingConfig) -> str | None:
-        """Why the job must be aborted; None while the failures are tolerated."""
-        tolerated = tolerated_failures(world_size, config.failure_tolerance_percentage)
+    def exceeded(self, size: int, config: ElasticTrainingConfig, members: str = "workers") -> str | None:
+        """Why the job must be aborted; None while the failures are tolerated. `size` counts the world's `members`."""
+        tolerated = tolerated_failures(size, config.failure_tolerance_percentage)
         if self.in_world > tolerated:
-            return f"{self.in_world} of {world_size} workers failed; limit {tolerated}"
+            return f"{self.in_world} of {size} {members} failed; limit {tolerated}"
         if self.in_a_row and self.in_a_row >= config.max_consecutive_failures:
             return f"{counted(self.in_a_row, 'failure')} without a committed step in between"
         return None

@@ -8,13 +8,14 @@ Invariants:
 
 from __future__ import annotations
 
-from forged.elastic.compatibility import SharedConfig, require_compatible
+from forged.elastic.compatibility import FIX, SharedConfig, require_compatible
 from forged.elastic.coordinator import completion, failures, liveness, operations, progress, rescale_schedule, rescaling
 from forged.elastic.coordinator.job_state import NEVER, JobState
 from forged.elastic.membership.member import Member
 from forged.elastic.messages import (
     AttemptMembers,
     AttemptProgress,
+    GroupBroken,
     Heartbeat,
     Pulse,
     RescaleAborted,
@@ -66,6 +67,19 @@ class JobCoordinator(JobState):
         if shared_config is not None and shared_config != self.shared_config:
             self.shared_config, self.outbox.job = shared_config, True
 
+    def settle_group_size(self, group_size: int) -> None:
+        """Take the group size of the job's first worker; refuse a worker with another one."""
+        known, is_settled = self.membership.group_size, bool(self.members or self.generation)
+        if known == group_size or self.over:
+            return
+        if group_size > self.config.max_workers:
+            text = f"group_size must be <= max_workers of job {self.name}, {self.config.max_workers}, got {group_size}"
+            raise RequestRefused("group_invalid", text, "raise max_workers, or use smaller groups")
+        if is_settled:
+            text = f"job {self.name} trains in groups of {known}, this worker is of a group of {group_size}"
+            raise RequestRefused("group_size_differs", text, FIX)
+        self.membership.group_size, self.outbox.job = group_size, True
+
     def join(self, newcomer: Member, now: Moment) -> None:
         """Register a worker. If the same incarnation is registered already, only its connection is updated."""
         self.require_not_over()
@@ -80,6 +94,7 @@ class JobCoordinator(JobState):
             else:
                 self.connection_lost(known.id, now)
             return
+        self._refuse_taken_place(newcomer, now)
         if not self.members:
             self.detector.reset()
         newcomer.seen_at = newcomer.progress_at = now.monotonic
@@ -102,6 +117,20 @@ class JobCoordinator(JobState):
             "retry in a moment, or use another worker id",
         )
 
+    def _refuse_taken_place(self, newcomer: Member, now: Moment) -> None:
+        """A place in a group belongs to one process at a time."""
+        partners = self.membership.partners(newcomer)
+        other = next((one for one in partners if one.group_rank == newcomer.group_rank), None)
+        if other is None:
+            return
+        place = f"rank {newcomer.group_rank} of group {newcomer.group} of job {self.name}"
+        if other.connected:
+            fix = "give each group a name of its own, and each of its processes a group_rank of its own"
+            raise RequestRefused("group_rank_taken", f"worker {other.id} is {place}, and is alive", fix)
+        self.detector.probe(other, now.monotonic)
+        text = f"worker {other.id}, which is {place}, has lost its connection, and may still be alive"
+        raise Unavailable("worker_undecided", text, "retry in a moment, or use another group name")
+
     def leave(self, worker_id: str, incarnation: bytes, now: Moment, *, reason: str, done: bool, step: int) -> None:
         """Remove a worker that leaves in good order; an unknown worker has left already."""
         member = self.members.find(worker_id, incarnation)
@@ -110,6 +139,7 @@ class JobCoordinator(JobState):
         completion.require_possible(self, member, step, now)
         progress.record(self, member, step, now)
         progress.record_final_report(self, member, step)
+        partners = [] if done or self.over else self.group_broken_without(member)
         self.remove_member(member)
         reason = in_words(reason, "training completed" if done else "its own request")
         self.outbox.publish(WorkerLeft(worker_id, reason))
@@ -118,6 +148,8 @@ class JobCoordinator(JobState):
         if self.requires(member) and not self.over:
             delay_s = completion.confirmation_wait_s(self) if done else 0.0
             self.note_missing_member(f"{worker_id} left: {reason}", now, is_reported=True, delay_s=delay_s)
+        if partners:
+            self.outbox.publish(GroupBroken(member.group, worker_id, partners))
         rescale_schedule.consider(self, now)
 
     def may_leave(self, member: Member) -> bool:

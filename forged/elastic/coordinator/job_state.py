@@ -174,6 +174,13 @@ class JobState:
         self.detector.forget(member)
         self.outbox.members.add(member.id)
 
+    def group_broken_without(self, member: Member) -> list[str]:
+        """The workers whose group in the world breaks with this member's end; none if it is broken already."""
+        membership = self.membership
+        if membership.group_size == 1 or not membership.in_world(member) or membership.is_broken(member):
+            return []
+        return [partner.id for partner in membership.partners(member) if membership.in_world(partner)]
+
     def note_missing_member(self, reason: str, now: Moment, *, is_reported: bool = False, delay_s: float = 0.0) -> None:
         """Open the failure window, `delay_s` from now unless it is open already.
 

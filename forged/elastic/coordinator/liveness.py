@@ -73,11 +73,12 @@ def attempt_progress(job: JobState, signal: AttemptProgress, now: Moment) -> Non
         attempt.store_failing_s[worker_id] = signal.store_failing_s
     else:
         attempt.store_failing_s.pop(worker_id, None)
-    if signal.unreachable_peer and signal.unreachable_peer == attempt.source:
+    source = attempt.source_of(worker_id)
+    if signal.unreachable_peer and signal.unreachable_peer == source:
         job.suspicions.report_unreachable(member, signal.unreachable_peer, now.monotonic)
     elif signal.state_bytes:
         # Received bytes show that the source is reachable.
-        job.peer_reports.withdraw(worker_id, attempt.source)
+        job.peer_reports.withdraw(worker_id, source)
 
 
 def peer_report(

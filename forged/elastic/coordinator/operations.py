@@ -16,13 +16,21 @@ from forged.phrases import OPERATOR_REQUEST, in_words
 
 
 def drain(job: JobState, worker_id: str, now: Moment, reason: str) -> None:
-    """Have a worker finish its step and leave once a world without it is committed."""
+    """Have a worker finish its step and leave once a world without it is committed, and with it all of its group."""
     member = job.members.require(worker_id)
     if member.drain_reason is not None:
         return
-    member.drain_reason, member.drain_since = in_words(reason, OPERATOR_REQUEST), now.monotonic
+    partners = job.membership.partners(member)
+    reason = in_words(reason, OPERATOR_REQUEST)
+    _drain_one(job, member, now, reason)
+    for partner in partners:
+        _drain_one(job, partner, now, f"{reason} (with {worker_id}, group {member.group})")
+
+
+def _drain_one(job: JobState, member: Member, now: Moment, reason: str) -> None:
+    member.drain_reason, member.drain_since = reason, now.monotonic
     job.store_member(member)
-    job.outbox.publish(WorkerDraining(worker_id, member.drain_reason))
+    job.outbox.publish(WorkerDraining(member.id, reason))
     if job.requires(member) and not job.member_is_missing and drain_at(job) == NEVER:
         job.outbox.mark_trigger()
     job.membership.mark_draining(member)
@@ -44,7 +52,8 @@ def may_leave(job: JobState, member: Member) -> bool:
 def _is_dispensable(job: JobState, member: Member, attempt: Attempt) -> bool:
     """Whether the attempt no longer needs it, and a worker that holds the state is connected."""
     keepers = filter(None, map(job.members.get, attempt.state_keepers))
-    return member.id in attempt.dispensable and any(keeper.connected for keeper in keepers)
+    connected = (keeper.id for keeper in keepers if keeper.connected)
+    return member.id in attempt.dispensable and attempt.has_keeper_for(member.id, connected)
 
 
 def evict(job: JobState, worker_id: str, now: Moment, reason: str) -> None:

@@ -49,6 +49,7 @@ class ClusterRecord(msgspec.Struct, frozen=True, kw_only=True):
     shared_config: SharedConfig | None = None
     interrupted_attempt: int = 0
     cause_id: int = 0
+    group_size: int = 1
 
 
 class WorldRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,6 +76,8 @@ class MemberRecord(msgspec.Struct, frozen=True, kw_only=True):
     drain_reason: str | None
     with_data: bool = False
     last_step_done: bool = False
+    group: str = ""
+    group_rank: int = 0
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -162,6 +165,7 @@ def _cluster_record(job: JobState) -> ClusterRecord:
         shared_config=job.shared_config,
         interrupted_attempt=job.interrupted_attempt,
         cause_id=job.cause_id,
+        group_size=job.membership.group_size,
     )
 
 
@@ -179,6 +183,7 @@ def _restore_cluster(job: JobState, record: ClusterRecord) -> None:
     job.attempts, job.interrupted_attempt = record.attempts, record.interrupted_attempt
     job.rescale_reasons, job.cause_id = record.rescale_reasons, record.cause_id
     job.shared_config = record.shared_config
+    job.membership.group_size = record.group_size
 
 
 def _restore_world(job: JobState, record: WorldRecord) -> None:

@@ -34,12 +34,12 @@ def consider(job: JobState, now: Moment) -> None:
         return
     if rescale_at(job) > now.monotonic:
         return
-    survivors, joiners = job.membership.next_survivors(), _joiners_to_admit(job, now)
+    joiners = _joiners_to_admit(job, now)
     size = job.membership.next_size(joiners)
     if size < job.config.min_workers:
         _wait_for_workers(job, size, now)
     else:
-        rescaling.start(job, survivors, joiners, now)
+        rescaling.start(job, job.membership.next_survivors(joiners), joiners, now)
 
 
 # When something is due, by the monotonic clock.
@@ -72,7 +72,8 @@ def growth_at(job: JobState) -> float:
         return -NEVER
     if not joiners:
         return NEVER
-    if size >= job.config.max_workers and not job.failed_join_attempts:
+    is_full = size + job.membership.group_size > job.config.max_workers
+    if is_full and not job.failed_join_attempts:
         return -NEVER
     last_joined_at = max(job.members[worker].seen_at for worker in joiners)
     backoff_s = 2.0 ** min(job.failed_join_attempts, FAILED_JOINS_DOUBLED_MAX) if job.failed_join_attempts else 0.0
@@ -123,7 +124,8 @@ def _joiners_to_admit(job: JobState, now: Moment) -> list[str]:
     joiners, attempt = job.membership.next_joiners(), job.attempt
     if attempt is None or not job.member_is_missing or not job.membership.world or not job.membership.is_complete:
         return joiners
-    left = [one for one in joiners if one in attempt.added and job.members[one].seen_at <= attempt.began_at]
+    gone = {one for one in joiners if one not in attempt.added or job.members[one].seen_at > attempt.began_at}
+    left = job.membership.without_groups_of(gone, joiners)
     if len(left) == len(attempt.added):
         return joiners
     job.failed_join_attempts += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from forged.elastic.coordinator import completion, progress
+from forged.elastic.coordinator import completion, failures, progress
 from forged.elastic.coordinator.job_state import JobState
 from forged.elastic.coordinator.step_witnesses import state_at
 from forged.elastic.membership.member import Member
@@ -20,7 +20,6 @@ from forged.elastic.model import GlobalTrainingState, RescaleType
 from forged.elastic.outbox import Moment
 from forged.elastic.phases import Cause, Phase
 from forged.elastic.rescale.attempt import Attempt, Stage, StopReport, initial_state_remark
-from forged.elastic.rescale.ranks import assign_ranks
 from forged.elastic.rescale.scaling import ScalingBase, scale
 from forged.errors import RequestRefused
 from forged.phrases import REASONS_MAX, counted, joined
@@ -30,14 +29,16 @@ def start(job: JobState, survivors: set[str], joiners: list[str], now: Moment) -
     """Start the next attempt, in place of the current one if there is one."""
     world, candidates = job.membership.world, job.membership.state_candidates()
     _explain_missing_state(job, candidates)
-    draining = tuple(name for name in candidates if name not in survivors)
-    drains = (f"draining {name}: {candidates[name].drain_reason}" for name in draining[:REASONS_MAX])
+    # Besides those that drain, the members of broken groups, whose state and data may exist nowhere else.
+    draining = tuple(name for name in candidates if name not in survivors and name not in joiners)
+    reasons = ((name, candidates[name].drain_reason) for name in draining[:REASONS_MAX])
+    drains = (f"draining {name}: {reason}" for name, reason in reasons if reason is not None)
     reason = "; ".join(dict.fromkeys([*job.rescale_reasons, *drains, *joined(joiners)])) or job.reason
     keeps_training = _keeps_training(job)
     if job.attempt is not None:
         job.outbox.publish(RescaleAborted(job.attempt.number, reason))
     job.move_to(Cause.RESCALE_RESTARTED if job.phase is Phase.RESCALING else Cause.RESCALE_STARTED, reason)
-    target = assign_ranks(list(world), survivors, joiners)
+    target = job.membership.arranged(survivors, joiners)
     with_data = _with_data(job, (*target, *draining))
     in_background = bool(with_data) and keeps_training
     job.attempts += 1
@@ -53,6 +54,8 @@ def start(job: JobState, survivors: set[str], joiners: list[str], now: Moment) -
         heard_at=now.monotonic,
         stage=Stage.TRANSFERRING if in_background else Stage.STOPPING,
         unready=set(with_data) if in_background else set(),
+        group_ranks=job.membership.group_ranks((*target, *draining)),
+        group_size=job.membership.group_size,
     )
     job.missing_since = job.rescale_requested_at = job.too_few_since = None
     job.membership.announce_drains(announced=True)
@@ -69,7 +72,9 @@ def start(job: JobState, survivors: set[str], joiners: list[str], now: Moment) -
         )
     )
     # If no survivor is known to hold the state, all members must report where they start, so the commit waits.
-    if job.membership.state_survives() and not (job.config.use_synchronous_rescaling or with_data):
+    # Members of groups that cannot agree on a state must report where they are.
+    must_stop = job.config.use_synchronous_rescaling or (job.must_stop and job.membership.group_size > 1)
+    if job.membership.state_survives() and not (must_stop or with_data):
         commit(job, attempt, now)
 
 
@@ -97,7 +102,7 @@ def ready(job: JobState, worker_id: str, incarnation: bytes, number: int, now: M
     attempt, member = answering(job, worker_id, incarnation, number)
     member.heard_at = now.monotonic
     # It has reached the source; an earlier peer report about the source no longer holds.
-    job.peer_reports.withdraw(worker_id, attempt.source)
+    job.peer_reports.withdraw(worker_id, attempt.source_of(worker_id))
     if attempt.stage is Stage.STOPPING:
         return
     attempt.unready.discard(worker_id)
@@ -107,13 +112,32 @@ def ready(job: JobState, worker_id: str, incarnation: bytes, number: int, now: M
 
 def _synchronise(job: JobState, attempt: Attempt, now: Moment) -> None:
     """Choose the state source and tell the members; commit at once if no member needs anything."""
-    attempt.synchronise(_with_data(job, attempt.members))
+    if not attempt.synchronise(_with_data(job, attempt.members)):
+        _give_up_state(job, attempt, now)
+        return
     if not attempt.unready:
         commit(job, attempt, now)
         return
     fact = synchronising(job)
     assert fact is not None
     job.outbox.publish(fact)
+
+
+def _give_up_state(job: JobState, attempt: Attempt, now: Moment) -> None:
+    """Fail the members that have parts of a state of which no part exists for some group ranks.
+
+    The rest forms the next world; processes that are started again may load a checkpoint.
+    """
+    stops = attempt.stops
+    useless = [worker for worker in attempt.members if stops[worker].holds_state or stops[worker].is_stale]
+    if not useless:
+        steps = ", ".join(f"{step:,}" for step in sorted({stop.position for stop in stops.values()}))
+        text = f"no group starts after the same step at all its ranks (steps {steps})"
+        failures.abort(job, f"{text}; load the same checkpoint at all ranks of a group")
+    for worker in useless:
+        step, group_rank = stops[worker].position, attempt.group_ranks[worker]
+        reason = f"it has group rank {group_rank} of the state after step {step:,}, and other group ranks are lost"
+        failures.fail(job, job.members[worker], f"{reason}; start its group again", now, is_uncounted=True)
 
 
 def commit(job: JobState, attempt: Attempt, now: Moment) -> None:
@@ -213,7 +237,11 @@ def synchronising(job: JobState) -> RescaleSynchronising | None:
     source = job.members.get(attempt.source) if attempt is not None else None
     if attempt is None or source is None or attempt.stage is not Stage.SYNCHRONISING:
         return None
-    return RescaleSynchronising(attempt.number, source.worker, attempt.step, len(attempt.state_receivers))
+    sources = [job.members.get(one) for one in attempt.sources] if attempt.group_size > 1 else []
+    if None in sources:
+        return None
+    behind, workers = len(attempt.state_receivers), [source.worker for source in sources if source is not None]
+    return RescaleSynchronising(attempt.number, source.worker, attempt.step, behind, workers)
 
 
 # What the attempt's facts say.
@@ -223,6 +251,8 @@ def _explain_missing_state(job: JobState, candidates: dict[str, Member]) -> None
     """Add a reason if the training state is lost, or not known to be held."""
     if job.membership.world and not candidates:
         job.add_reason(f"no worker of world {job.generation} remains; training starts from a joiner's state")
+    elif job.membership.world and not job.membership.covers_group_ranks(candidates.values()):
+        job.add_reason(f"no worker of world {job.generation} remains for some group ranks")
     elif job.membership.world and not (
         job.config.use_synchronous_rescaling or job.membership.state_holders & candidates.keys()
     ):

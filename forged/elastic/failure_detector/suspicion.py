@@ -52,15 +52,17 @@ class Suspicions:
 
     def _suspect(self, member: Member, reporter: Member, now: float) -> None:
         """Suspect a reported worker if the daemon has lost it too."""
-        is_only_holder = self._membership.present_state_holders() == {member.id}
-        if is_lost(member) and self._detector.is_reliable_reporter(reporter, now) and not is_only_holder:
+        membership = self._membership
+        holds_state = membership.in_world(member) and member.id in membership.state_holders
+        is_spared = holds_state and membership.is_only_holder(member)
+        if is_lost(member) and self._detector.is_reliable_reporter(reporter, now) and not is_spared:
             self._detector.suspect(member, reporter.id, now)
 
     def worker_to_evict(self) -> str | None:
         """The worker to evict because too many worlds have failed over peer reports; None if there is none."""
         membership, ranks = self._membership, {worker: rank for rank, worker in enumerate(self._membership.world)}
         worst = self.peer_reports.worst(ranks) if self.peer_reports.worlds >= REPORTED_WORLDS_MAX else None
-        if worst is not None and not membership.present_state_holders() - {worst}:
+        if worst is not None and membership.is_only_holder(membership.members[worst]):
             # No other worker is known to have the state: the worst of the workers without it goes instead.
             without_state = {worker: rank for worker, rank in ranks.items() if worker not in membership.state_holders}
             worst = self.peer_reports.worst(without_state) or worst

@@ -41,8 +41,8 @@ def blocking_members(
             yield membership.members[worker], _with_failing_store(worker, attempt, within, now)
         return
     late = late_members(attempt, membership, now, trains=trains)
-    source = membership.members.get(attempt.source)
-    if source is not None and (member_id := _cut_off_from(source, late, attempt, membership, peer_reports, now)):
+    if cut_off := _cut_off(late, attempt, membership, peer_reports, now):
+        source, member_id = cut_off
         yield source, _not_fetched_by(member_id, within)
         return
     for member in late:
@@ -51,9 +51,10 @@ def blocking_members(
 
 def late_members(attempt: Attempt, membership: WorldMembership, now: float, *, trains: bool) -> list[Member]:
     """The members that hold the attempt up; none if all are in a long step or wait for other members."""
-    config, source = membership.config, membership.members.get(attempt.source)
-    if source is not None and source.is_silent(silent_since(config, now)):
-        return [source]
+    config, since = membership.config, silent_since(membership.config, now)
+    sources = [membership.members[one] for one in attempt.sources if one in membership.members]
+    if silent := [source for source in sources if source.is_silent(since)]:
+        return silent
     active = [membership.members[one] for one in _active(attempt, membership, now) if one in membership.members]
     active = [member for member in active if not is_in_step(member, attempt, membership, now)]
     # A member that fetches data while it trains waits for no other member.
@@ -79,12 +80,12 @@ def overdue_members(
     attempt: Attempt, membership: WorldMembership, peer_reports: PeerReports, now: float
 ) -> Iterator[tuple[Member, str]]:
     """The members for which an attempt has taken too long, with what they have done."""
-    owing = [worker for worker in _active(attempt, membership, now) if worker != attempt.source]
+    owing = [worker for worker in _active(attempt, membership, now) if worker not in attempt.sources]
     late = [membership.members[worker] for worker in owing if worker in membership.members]
     joiners = [member for member in late if member.id in attempt.added]
     within = f"in attempt {attempt.number} within {membership.config.rescale_timeout_s:g} s"
-    source = None if joiners else membership.members.get(attempt.source)
-    if source is not None and (member_id := _cut_off_from(source, late, attempt, membership, peer_reports, now)):
+    if not joiners and (cut_off := _cut_off(late, attempt, membership, peer_reports, now)):
+        source, member_id = cut_off
         yield source, _not_fetched_by(member_id, within)
         return
     for member in joiners or late:
@@ -95,26 +96,24 @@ def _not_fetched_by(worker: str, within: str) -> str:
     return f"{worker} could not fetch the state from it {within}"
 
 
-def _cut_off_from(
-    source: Member,
-    late: Iterable[Member],
-    attempt: Attempt,
-    membership: WorldMembership,
-    peer_reports: PeerReports,
-    now: float,
-) -> str:
-    """The first late member that cannot fetch the state through no fault of its own; empty if there is none.
+def _cut_off(
+    late: Iterable[Member], attempt: Attempt, membership: WorldMembership, peer_reports: PeerReports, now: float
+) -> tuple[Member, str] | None:
+    """The state source that a late member cannot fetch from through no fault of its own, and the first such member.
 
     Joiners do not count: the source's state may exist nowhere else, so it is not failed for them.
     """
     since = silent_since(membership.config, now)
     for member in late:
-        if member is source or member.is_silent(since) or not {member.id, source.id} <= membership.state_holders:
+        source = membership.members.get(attempt.source_of(member.id))
+        if source is None or member is source or member.is_silent(since):
+            continue
+        if not {member.id, source.id} <= membership.state_holders:
             continue
         ranks = {one.id: attempt.members.index(one.id) for one in (member, source)}
         if peer_reports.between(*ranks) and peer_reports.worst(ranks) == source.id:
-            return member.id
-    return ""
+            return source, member.id
+    return None
 
 
 def is_in_step(member: Member, attempt: Attempt, membership: WorldMembership, now: float) -> bool:

@@ -44,6 +44,10 @@ class Member:
     """Why it drains; None if it does not."""
     last_step_done: bool = False
     """Whether a draining worker trains no more. It may still save its state, and no world waits for it."""
+    group: str = ""
+    """The name of its group; empty in a job without groups."""
+    group_rank: int = 0
+    """Its position in its group."""
 
     drain_since: float = 0.0
     """Since when it drains; like all times below by the monotonic clock of this daemon."""

@@ -6,6 +6,7 @@ Invariants:
 """
 
 from forged.elastic.messages.facts import (
+    GroupBroken,
     JobAborted,
     JobCompleted,
     JobPaused,
@@ -94,6 +95,7 @@ __all__ = [
     "DrainReply",
     "DrainWorker",
     "EvictWorker",
+    "GroupBroken",
     "Heartbeat",
     "JobAborted",
     "JobCompleted",

@@ -38,6 +38,19 @@ class WorkerFailed(Fact, frozen=True):
     reason: str
 
 
+class GroupBroken(Fact, frozen=True):
+    """A group of the world has lost a worker: the next world has the group only if it is whole again by then.
+
+    `waiting` are its other workers. They wait until another process takes the place of the lost one, or end.
+    """
+
+    level: ClassVar[str] = "warning"
+
+    group: str
+    worker_id: str
+    waiting: list[str]
+
+
 class WorkerDraining(Fact, frozen=True):
     """A worker drains: it leaves once a world without it is committed."""
 
@@ -104,13 +117,19 @@ class RescaleStarted(Fact, frozen=True):
     """The removed workers that are present, and take part until the new world is committed."""
 
 
-class RescaleSynchronising(Fact, frozen=True):
+class RescaleSynchronising(Fact, frozen=True, omit_defaults=True):
     """All members have stopped; joiners and laggards take the state from the source."""
 
     attempt: int
     source: WorkerId
     step: int
     behind: int
+    sources: list[WorkerId] = []  # noqa: RUF012 - msgspec copies it
+    """The source of each group rank; `source` is the first. Empty in a job without groups."""
+
+    def source_for(self, group_rank: int) -> WorkerId:
+        """The worker from which a member with this group rank takes the state."""
+        return self.sources[group_rank] if self.sources else self.source
 
 
 class ProgressLost(Fact, frozen=True):

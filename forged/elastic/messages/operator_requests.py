@@ -32,6 +32,9 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     joined_at: float
     local_world_size: int
     attributes: dict[str, str]
+    group: str = ""
+    """The name of its group; empty in a job without groups."""
+    group_rank: int = 0
 
 
 class WorkerPage(msgspec.Struct, frozen=True):
@@ -69,6 +72,8 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     rescale: RescaleView | None
     stall_report: str = ""
     """What is stalled, and why; empty if nothing is."""
+    group_size: int = 1
+    """How many processes a group has."""
 
 
 class ClusterPage(msgspec.Struct, frozen=True):

@@ -65,6 +65,11 @@ class JoinJob(Request[JoinReply], frozen=True):
     """Whether it holds training data."""
     shared_config: SharedConfig | None = None
     """What all workers of the job must agree on; None if the worker does not declare any."""
+    group: str = ""
+    """The name of the worker's group, whose processes train one replica of the model; empty for a group of one."""
+    group_rank: int = 0
+    group_size: int = 1
+    """How many processes a group has; the same for all workers of the job."""
 
 
 class LeaveReply(msgspec.Struct, frozen=True):
@@ -112,6 +117,8 @@ class ReportStopped(Request[Nothing], frozen=True):
     global_batch_size: int = 0
     holds_state: bool = True
     finished: bool = False
+    is_stale: bool = False
+    """Whether the job has gone on without the worker's group, so that its state is of use to no other worker."""
 
 
 class ReportReady(Request[Nothing], frozen=True):

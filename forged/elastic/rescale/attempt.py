@@ -1,4 +1,4 @@
-"""One attempt at a rescale: its members, what each has answered, and the state source of the new world.
+"""One attempt at a rescale: its members, what each has answered, and the state sources of the new world.
 
 Invariants:
 - The members of an attempt are fixed. Each reports first that it has stopped and where, then, if it needs the source's
@@ -7,12 +7,14 @@ Invariants:
   without it is committed.
 - No committed step is taken back: the state source is a survivor with the highest committed step. A step that only
   some members have finished counts only if no remaining member has it unfinished; otherwise all repeat it.
+- In a job with groups each group rank has its own source, and all sources are at the same step. An unfinished step then
+  counts also where no survivor of a group rank could repeat it.
 - A background attempt waits for one answer only, from members with training data: that they hold their shards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -20,6 +22,7 @@ from forged.elastic.model import RescaleType
 
 RECEIVED_BYTES_MIN = 1 << 20
 """Fewer bytes within `rescale_silence_ms` do not count as progress of a transfer."""
+NO_GROUPS: Mapping[str, int] = {}
 
 
 class Stage(StrEnum):
@@ -47,6 +50,8 @@ class StopReport:
     epoch: int = 0
     learning_rate: float | None = None
     global_batch_size: int = 0
+    is_stale: bool = False
+    """Whether its state is of use to no member, because the job has gone on without its group."""
 
     @property
     def position(self) -> int:
@@ -75,8 +80,11 @@ class Attempt:
     stage: Stage = Stage.STOPPING
     is_at_step_end: bool = False
     """Whether a member of the world has finished its step, so that no member is in the middle of a long one."""
-    source: str = ""
-    """The state source; empty until it is chosen."""
+    group_ranks: Mapping[str, int] = field(default_factory=dict)
+    """The positions of the members in their groups; empty without groups."""
+    group_size: int = 1
+    sources: tuple[str, ...] = ()
+    """The state sources by group rank; empty until they are chosen. Without groups there is one."""
     step: int = 0
     """The step after which the new world starts, once the source is chosen."""
     stops: dict[str, StopReport] = field(default_factory=dict)
@@ -113,6 +121,20 @@ class Attempt:
         return worker_id in self._names
 
     @property
+    def source(self) -> str:
+        """The state source of the first group rank, whose learning rate and batch hold for all; empty until chosen."""
+        return self.sources[0] if self.sources else ""
+
+    def source_of(self, worker_id: str) -> str:
+        """The state source of a member; empty until it is chosen."""
+        return self.sources[self.group_ranks.get(worker_id, 0)] if self.sources else ""
+
+    def has_keeper_for(self, worker_id: str, keepers: Iterable[str]) -> bool:
+        """Whether one of these has the same state as the member."""
+        group_rank = self.group_ranks.get(worker_id, 0)
+        return any(self.group_ranks.get(keeper, 0) == group_rank for keeper in keepers)
+
+    @property
     def waiting_for(self) -> list[str]:
         """The members that owe an answer, in order."""
         missing = set(self.members) - self.stops.keys() if self.stage is Stage.STOPPING else self.unready
@@ -141,32 +163,62 @@ class Attempt:
         self.received[worker_id] = state, data
         return True
 
-    def synchronise(self, with_data: Collection[str] = ()) -> None:
-        """Choose the state source, now that all have stopped; members `with_data` must also report ready."""
-        self.source = choose_source(self.members, self.stops, frozenset(self.added))
+    def synchronise(self, with_data: Collection[str] = ()) -> bool:
+        """Choose the state sources, now that all have stopped; members `with_data` must also report ready.
+
+        Returns false if no step is one whose state the members have in whole.
+        """
+        added = frozenset(self.added)
+        self.sources = choose_sources(self.members, self.stops, added, self.group_ranks, self.group_size)
+        if not self.sources:
+            return False
         self.step = self.stops[self.source].position
-        self.state_receivers = frozenset(_without_state(self.stops, self.source)).difference(self.draining)
+        self.state_receivers = frozenset(without_state(self.stops, self.sources)).difference(self.draining)
         self.unready = {*self.state_receivers, *with_data}
         self.state_keepers = frozenset(self.target).difference(self.state_receivers)
-        can_spare = self.draining_set.difference(with_data, {self.source})
-        self.dispensable = can_spare if self.state_keepers else frozenset()
+        can_spare = self.draining_set.difference(with_data, self.sources)
+        self.dispensable = frozenset(one for one in can_spare if self.has_keeper_for(one, self.state_keepers))
         self.stage = Stage.SYNCHRONISING
+        return True
 
 
-def choose_source(members: tuple[str, ...], stops: Mapping[str, StopReport], added: Collection[str] = ()) -> str:
-    """The state source: a holder with the highest committed step; without any holder, the worker with the most steps.
+def choose_sources(
+    members: Sequence[str],
+    stops: Mapping[str, StopReport],
+    added: Collection[str] = (),
+    group_ranks: Mapping[str, int] = NO_GROUPS,
+    group_size: int = 1,
+) -> tuple[str, ...]:
+    """The state sources by group rank: holders with the highest committed step; without any, those with the most steps.
 
-    The state of `added` workers counts only if no member of the previous world holds one.
+    Among equals the first in the order of `members`. The state of `added` workers counts only if the other ones hold
+    none. Empty if the members have the state of no step in whole.
     """
     holders = [worker for worker in members if stops[worker].holds_state]
-    if not holders:
-        # Scripts may have loaded a checkpoint; `max` prefers the lowest rank among equals.
-        return max(members, key=lambda worker: stops[worker].position)
-    holders = [worker for worker in holders if worker not in added] or holders
-    committed = max(stops[worker].step for worker in holders)
-    exact = (worker for worker in holders if stops[worker].position == committed)
-    # If no holder is at that position, all have finished the step after it; `max` prefers the lowest rank.
-    return next(exact, max(holders, key=lambda worker: stops[worker].position))
+    remaining = [worker for worker in holders if worker not in added]
+    for candidates in (remaining, holders):
+        committed = max((stops[worker].step for worker in candidates), default=0)
+        found = _sources_by_position(candidates, stops, group_ranks, group_size)
+        if found:
+            # If not all group ranks have a holder at that position, all have finished the step after it, or could not
+            # repeat it; else the newest older state.
+            later = [position for position in found if position >= committed]
+            return found[min(later) if later else max(found)]
+    # Scripts may have loaded a checkpoint.
+    fresh = [worker for worker in members if not stops[worker].is_stale]
+    found = _sources_by_position(fresh, stops, group_ranks, group_size)
+    return found[max(found)] if found else ()
+
+
+def _sources_by_position(
+    candidates: Iterable[str], stops: Mapping[str, StopReport], group_ranks: Mapping[str, int], group_size: int
+) -> dict[int, tuple[str, ...]]:
+    """By position: the first candidate of each group rank there, for the positions at which there is one of each."""
+    found: dict[int, dict[int, str]] = {}
+    for worker in candidates:
+        found.setdefault(stops[worker].position, {}).setdefault(group_ranks.get(worker, 0), worker)
+    whole = {position: sources for position, sources in found.items() if len(sources) == group_size}
+    return {position: tuple(sources[rank] for rank in range(group_size)) for position, sources in whole.items()}
 
 
 def initial_state_remark(source: str, stops: Mapping[str, StopReport]) -> str:
@@ -177,9 +229,9 @@ def initial_state_remark(source: str, stops: Mapping[str, StopReport]) -> str:
     return f"state taken from {source}, which starts with the most steps ({stops[source].position:,})"
 
 
-def _without_state(stops: Mapping[str, StopReport], source: str) -> Iterator[str]:
-    """The members without the source's state: joiners and laggards."""
-    position = stops[source].position
+def without_state(stops: Mapping[str, StopReport], sources: Sequence[str]) -> Iterator[str]:
+    """The members without the sources' state: joiners and laggards."""
+    position = stops[sources[0]].position
     for worker, stop in stops.items():
-        if worker != source and not (stop.holds_state and stop.position == position):
+        if worker not in sources and not (stop.holds_state and stop.position == position):
             yield worker

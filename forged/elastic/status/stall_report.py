@@ -48,14 +48,15 @@ def _reasons(job: JobState, now: float, write_error: str) -> Iterator[str]:
         # A rescale that is due takes the joiners in.
         yield from () if job.rescale_reasons else _joiners(job, now)
     elif _is_short(job):
-        yield _too_few(job, job.membership.remaining + len(job.membership.next_joiners()), now)
+        yield _too_few(job, job.membership.ready_count(job.membership.next_joiners()), now)
+        yield from _incomplete_groups(job)
     else:
         yield from _joiners(job, now)
 
 
 def _is_short(job: JobState) -> bool:
     """Whether there are too few workers for a world."""
-    return job.membership.remaining + len(job.membership.next_joiners()) < job.config.min_workers
+    return job.membership.ready_count(job.membership.next_joiners()) < job.config.min_workers
 
 
 def _in_attempt(job: JobState, attempt: Attempt, now: float) -> Iterator[str]:
@@ -235,7 +236,7 @@ def _silent(silent: Sequence[Member], now: float) -> Iterator[str]:
 def _joiners(job: JobState, now: float) -> Iterator[str]:
     """Which joiners wait, and for what."""
     config, joiners = job.config, job.membership.next_joiners()
-    if joiners and job.membership.remaining + len(joiners) < config.min_workers:
+    if joiners and job.membership.ready_count(joiners) < config.min_workers:
         yield _too_few(job, len(joiners), now)
     elif joiners:
         left_s = rescale_schedule.growth_at(job) - now
@@ -243,6 +244,19 @@ def _joiners(job: JobState, now: float) -> Iterator[str]:
         waits = f"{_wait(len(joiners))} until no worker has joined for {config.stability_window_s:g} s"
         yield f"{waits} ({left}at once with `forgectl jobs rescale {job.name}`)"
     yield from _surplus(job, sum(1 for _ in job.membership.connected_joiners()) - len(joiners))
+    yield from _incomplete_groups(job)
+
+
+def _incomplete_groups(job: JobState) -> Iterator[str]:
+    """Which groups wait for which of their processes."""
+    size = job.membership.group_size
+    groups = list(job.membership.incomplete_groups()) if size > 1 else []
+    for group in groups[:STALLED_SHOWN_MAX]:
+        missing = sorted(set(range(size)).difference(one.group_rank for one in group if one.connected))
+        waits = f"{_wait(len(group))} until group {group[0].group} is whole"
+        yield f"{waits}: rank{'s' if len(missing) > 1 else ''} {named([str(one) for one in missing])} of {size} missing"
+    if len(groups) > STALLED_SHOWN_MAX:
+        yield f"{counted(len(groups) - STALLED_SHOWN_MAX, 'more group')} not whole"
 
 
 def _surplus(job: JobState, surplus: int) -> Iterator[str]:
@@ -252,7 +266,7 @@ def _surplus(job: JobState, surplus: int) -> Iterator[str]:
 
 def _too_few(job: JobState, waiting: int, now: float) -> str:
     needed = job.config.min_workers
-    missing = needed - job.membership.remaining - len(job.membership.next_joiners())
+    missing = needed - job.membership.ready_count(job.membership.next_joiners())
     subject = (
         f"{_wait(waiting)} for {missing} more to join" if waiting else f"no worker is connected, {missing} must join"
     )

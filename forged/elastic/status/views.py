@@ -44,6 +44,8 @@ def worker_view(job: JobState, member: Member, now: float) -> WorkerView:
         joined_at=member.joined_at,
         local_world_size=member.local_world_size,
         attributes=member.attributes,
+        group=member.group,
+        group_rank=member.group_rank,
     )
 
 
@@ -80,6 +82,7 @@ def cluster_view(job: JobState, now: float, write_error: str = "") -> ClusterVie
         reason=stall_report or job.reason,
         rescale=_rescale_view(job, now),
         stall_report=stall_report,
+        group_size=job.membership.group_size,
     )
 
 
@@ -125,12 +128,15 @@ def drain_remarks(job: JobState, worker_id: str) -> list[str]:
 def plan(job: JobState, size: int) -> RescalePlan:
     """What a rescale to `size` workers would do; workers that do not exist yet are called `new-1` and so on."""
     require_not_over(job.name, job.phase, job.reason)
+    if size % job.membership.group_size:
+        text = f"workers must be a multiple of the group size, {job.membership.group_size}, got {size}"
+        raise RequestRefused("plan_invalid", text, "plan whole groups")
     if not 1 <= size <= PLANNED_MAX:
         raise RequestRefused("plan_invalid", f"workers must be 1 to {PLANNED_MAX}, got {size}", "give another number")
     old, present = list(job.membership.world), [member.id for member in job.membership.present()]
     # The highest ranks are removed, so that no survivor changes its rank.
-    survivors = [worker for worker in present if worker not in job.membership.draining][:size]
-    joiners = [member.id for member in job.membership.connected_joiners()][: size - len(survivors)]
+    survivors = [member.id for member in job.membership.stayers()][:size]
+    joiners = [member.id for member in job.membership.joining()][: size - len(survivors)]
     missing = size - len(survivors) - len(joiners)
     new = assign_ranks(old, set(survivors), [*joiners, *islice(_new_names(job), missing)])
     gone = [worker for worker in old if worker not in job.members]

@@ -349,9 +349,12 @@ class StateExchange:
         progress: TrainingProgress,
         tasks: TaskGroup,
         log: Log,
+        *,
+        group_rank: int = 0,
     ) -> None:
         self._server = server
         self._fetch = fetch
+        self._group_rank = group_rank
         self._registration = registration
         self._progress = progress
         self._tasks = tasks
@@ -397,26 +400,27 @@ class StateExchange:
             raise _refused("state_not_loaded", what, error, "give the same kind of state at all workers") from error
 
     async def _has_fetched(self, settled: RescaleSynchronising) -> bool:
+        source = settled.source_for(self._group_rank)
         try:
-            await self.fetch(settled.source, settled.attempt)
+            await self.fetch(source, settled.attempt)
         except ForgedError as error:
             if not is_temporary(error) or error.code == TLS_FAILED:
                 raise
             self._problem = error.message
             self._log.warning(
-                "the training state could not be fetched; retrying", source=str(settled.source), reason=str(error)
+                "the training state could not be fetched; retrying", source=str(source), reason=str(error)
             )
             return False
         return True
 
     async def _tell(self, settled: RescaleSynchronising, scope: anyio.CancelScope) -> None:
         """A transfer may take longer than the daemon lets a worker be silent."""
-        before = self._fetch.received
+        before, source = self._fetch.received, settled.source_for(self._group_rank)
         with scope:
             while True:
                 await anyio.sleep(TELLING_INTERVAL_S)
                 error = self._fetch.unreached
-                unreachable = "" if error is None else settled.source.id
+                unreachable = "" if error is None else source.id
                 problem = self._problem if error is None else error.message
                 received = self._fetch.received - before
                 self._registration.receiving(settled.attempt, received, problem=problem, unreachable_peer=unreachable)

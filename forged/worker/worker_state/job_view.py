@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from forged.data.messages import TransfersPlanned
 from forged.elastic.messages import (
+    GroupBroken,
     JobAborted,
     JobCompleted,
     JobPaused,
@@ -45,6 +46,7 @@ FOLLOWED: tuple[type[Fact], ...] = (
     JobAborted,
     JobChanged,
     JobRemoved,
+    GroupBroken,
     WorkerDraining,
     WorkerFailed,
     WorkerLeft,

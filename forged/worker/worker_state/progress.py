@@ -50,7 +50,8 @@ class TrainingProgress:
     def begin_session(self, counters: Counters | None) -> None:
         """Keep steps, rate and batch; no other worker takes the state of an earlier session on trust."""
         self.counters = counters
-        self.holds_state = False
+        self.holds_state = self.is_stale = False
+        """Stale: the job has gone on without this worker's group, so that the state is of use to no other worker."""
         self.has_finished = False
         """Whether a step is finished that may not be committed."""
         self.is_voted = False
@@ -92,6 +93,7 @@ class TrainingProgress:
             self.epoch if self.sampler is None else self.sampler.epoch,
             self.learning_rate,
             self.global_batch_size,
+            self.is_stale,
         )
 
     def training_state(self, world_size: int, now: float) -> GlobalTrainingState | None:
@@ -131,7 +133,11 @@ class TrainingProgress:
 
     def receive_state(self, step: int) -> None:
         """The state is the state source's, to which `step` steps are applied."""
-        self.step, self.has_finished, self.holds_state = step, False, True
+        self.step, self.has_finished, self.holds_state, self.is_stale = step, False, True, False
+
+    def distrust_state(self) -> None:
+        """The job has gone on without this worker: its state is neither given to others nor kept."""
+        self.holds_state, self.is_stale = False, True
 
     def apply_commit(self, commit: Commit) -> None:
         """Take over what was committed from this worker's own stop report."""
@@ -139,14 +145,14 @@ class TrainingProgress:
             self._set_step(commit.step)
         if commit.epoch is not None:
             self.epoch = commit.epoch
-        self.holds_state = True
+        self.holds_state, self.is_stale = True, False
         rate = self.learning_rate if commit.learning_rate is None else commit.learning_rate
         self._set_rate_and_batch(rate, commit.global_batch_size or self.global_batch_size)
 
     def apply(self, state: GlobalTrainingState) -> None:
         """Continue from this training state, with its rate and its batch."""
         self._set_step(state.current_step)
-        self.epoch, self.holds_state = state.current_epoch, True
+        self.epoch, self.holds_state, self.is_stale = state.current_epoch, True, False
         self.worker_count = state.active_worker_count
         self._set_rate_and_batch(state.learning_rate, state.global_batch_size)
         self._publish_step()

@@ -58,6 +58,10 @@ class WorkerSpec:
     """The job settings that the script asks for; None accepts the settings that the job has."""
     attributes: Mapping[str, str]
     local_world_size: int
+    group: str
+    """The name of the worker's group; empty for a group of one."""
+    group_rank: int
+    group_size: int
     token: str | None
     data: TrainingData | None
     sampler: ElasticSampler | None

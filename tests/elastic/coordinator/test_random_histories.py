@@ -34,7 +34,7 @@ from forged.elastic.messages import (
 from forged.elastic.model import ClusterTopology, RescaleType
 from forged.elastic.outbox import Moment
 from forged.elastic.phases import Phase
-from forged.elastic.rescale.attempt import Stage, StopReport, choose_source
+from forged.elastic.rescale.attempt import Stage, StopReport, choose_sources
 from forged.elastic.rescale.ranks import assign_ranks
 from forged.errors import RequestRefused, Unavailable
 from forged.kernel.messages import Fact
@@ -310,7 +310,7 @@ class Histories(RuleBasedStateMachine):
             stops = {
                 one.name: StopReport(one.step, one.holds_state, one.holds_state and one.finished) for one in members
             }
-            self.take_up(stops[choose_source(tuple(stops), stops)].position, tuple(stops))
+            self.take_up(stops[choose_sources(tuple(stops), stops)[0]].position, tuple(stops))
 
     @rule()
     def answer_all(self) -> None:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forged.elastic.model import RescaleType
-from forged.elastic.rescale.attempt import Attempt, Stage, StopReport, choose_source, initial_state_remark
+from forged.elastic.rescale.attempt import Attempt, Stage, StopReport, choose_sources, initial_state_remark
 
 
 def attempt(target: str, added: str = "") -> Attempt:
@@ -124,7 +124,7 @@ def test_the_choice_is_the_same_for_every_worker_that_knows_the_stops(stops: lis
     target = tuple(chr(ord("a") + number) for number in range(len(stops)))
     by_worker = dict(zip(target, stops, strict=True))
     backwards = dict(reversed(by_worker.items()))
-    assert choose_source(target, by_worker) == choose_source(target, backwards)
+    assert choose_sources(target, by_worker) == choose_sources(target, backwards)
 
 
 def test_the_source_is_named_if_no_worker_held_a_state_and_they_start_differently() -> None:

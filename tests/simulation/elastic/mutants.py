@@ -54,9 +54,10 @@ def commit_before_all_have_the_state() -> Iterator[None]:
     """The commit does not wait for joiners and laggards."""
     settle = Attempt.synchronise
 
-    def hasty(self: Attempt, *what: Any) -> None:
+    def hasty(self: Attempt, *what: Any) -> bool:
         settle(self, *what)
         self.unready = set()
+        return True
 
     # Members that meet agree on the state source; without that no laggard would notice that it is behind.
     with patch.object(Attempt, "synchronise", hasty), _taken_at_their_word():
@@ -85,14 +86,15 @@ def _taken_at_their_word() -> Iterator[None]:
 def take_the_lowest_step() -> Iterator[None]:
     """The worker with the lowest committed step is the state source."""
 
-    def lowest(self: Attempt, *what: Any) -> None:
+    def lowest(self: Attempt, *what: Any) -> bool:
         settle(self, *what)
         holders = [worker for worker in self.target if self.stops[worker].holds_state and worker not in self.added]
         if holders:
-            self.source = min(holders, key=lambda worker: self.stops[worker].step)
+            self.sources = (min(holders, key=lambda worker: self.stops[worker].step),)
             self.step = self.stops[self.source].step
             self.stops[self.source] = replace(self.stops[self.source], finished=False)
             self.unready = {worker for worker in self.target if self.stops[worker].position != self.step}
+        return True
 
     settle = Attempt.synchronise
     with patch.object(Attempt, "synchronise", lowest):
@@ -103,12 +105,14 @@ def take_the_lowest_step() -> Iterator[None]:
 def count_what_somebody_has_finished() -> Iterator[None]:
     """A step that one member has finished counts as committed."""
 
-    def furthest(target: tuple[str, ...], stops: Mapping[str, StopReport], added: Collection[str] = ()) -> str:
+    def furthest(
+        target: Sequence[str], stops: Mapping[str, StopReport], added: Collection[str] = (), *groups: Any
+    ) -> tuple[str, ...]:
         holders = [worker for worker in target if stops[worker].holds_state]
         holders = [worker for worker in holders if worker not in added] or holders
-        return max(holders or target, key=lambda worker: stops[worker].position)
+        return (max(holders or target, key=lambda worker: stops[worker].position),)
 
-    with patch.object(attempt, "choose_source", furthest):
+    with patch.object(attempt, "choose_sources", furthest):
         yield
 
 

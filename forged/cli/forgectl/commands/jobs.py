@@ -317,6 +317,8 @@ def _progress(cluster: Row) -> str:
     phase, generation = (tables.field("", cluster.get(key)) for key in ("phase", "generation"))
     size = cluster.get("world_size")
     world = tables.counted(size, "worker") if isinstance(size, int) else tables.field("", size)
+    group_size = cluster.get("group_size")
+    world += f" in groups of {group_size}" if isinstance(group_size, int) and group_size > 1 else ""
     about = f"generation {generation}, {world}, step {tables.field('', step)}"
     reason = "" if cluster.get("stall_report") else _bracketed(cluster.get("reason"))
     return f"{phase}: {about}{reason}"

@@ -17,7 +17,7 @@ from forged.cli.process import EXIT_OK
 from forged.errors import RequestRefused
 from forged.plain_client.connection import PlainConnection
 
-COLUMNS = ("job", "id", "rank", "status", "step", "gen", "heartbeat_s", "address", "problem")
+COLUMNS = ("job", "id", "rank", "group", "status", "step", "gen", "heartbeat_s", "address", "problem")
 YIELDING = ("address", "gen", "heartbeat_s", "step")
 """The columns that a narrow terminal cuts or omits first; an id stays whole, so that it can be copied for `drain`."""
 ABSENT = UNTRAINED | {"worker_unknown"}
@@ -55,7 +55,8 @@ def _list(options: Options) -> int:
         named = [row for job in jobs for row in _required(daemon, job)]
         workers = named if jobs else list(listed(daemon, _jobs(daemon)))
     rows = [_readable(worker) for worker in workers]
-    columns = COLUMNS if any(row["problem"] for row in rows) else COLUMNS[:-1]
+    optional = {"group", "problem"}
+    columns = [name for name in COLUMNS if name not in optional or any(row[name] for row in rows)]
     answer(
         options, {"workers": workers}, lambda: tables.table(rows, columns, "no workers", yielding=YIELDING, kept="id")
     )
@@ -70,6 +71,7 @@ def _readable(worker: Row) -> Row:
     ]
     return worker | {
         "rank": rank(worker.get("rank")),
+        "group": f"{worker['group']}/{worker.get('group_rank')}" if worker.get("group") else "",
         "gen": worker.get("generation"),
         "heartbeat_s": worker.get("last_heartbeat_age_s"),
         "problem": ", ".join(problems),
