@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 from tests.simulation.catalog import mutants as catalog_mutants
@@ -50,6 +51,8 @@ class Kind(StrEnum):
     """Clients, plugins and the journal."""
     ELASTIC = "elastic"
     """Elastic training jobs with data."""
+    GROUPS = "groups"
+    """Elastic training jobs whose workers form replica groups."""
     CATALOG = "catalog"
     """The checkpoint catalogue and the files of checkpoints."""
     REGISTRY = "registry"
@@ -61,6 +64,7 @@ class Kind(StrEnum):
 SIMULATE: dict[Kind, Callable[[int, Callable[[Any], None]], Any]] = {
     Kind.SERVICE: daemon.simulate,
     Kind.ELASTIC: elastic.simulate,
+    Kind.GROUPS: partial(elastic.simulate, in_groups=True),
     Kind.CATALOG: catalog.simulate,
     Kind.REGISTRY: registry.simulate,
     Kind.MEMORY: memory.simulate,

@@ -22,6 +22,7 @@ SOON_S = 0.01
 TOLD_LATE_S = 3.5
 """How long after the daemon has decided something that may be told: it may have been suspended."""
 NOT_TOGETHER = ("most peer reports in", "could not fetch the state from it")
+GIVEN_UP = "other group ranks are lost"
 STANDING_STILL = ("alive, but no progress", "no answer in attempt")
 
 
@@ -45,11 +46,23 @@ class Evidence:
             return None if simulated.name in truth.evictions_wanted else "no eviction was requested"
         if reason.startswith("its process") or "refuses connections" in reason:
             return "it lives"
+        if GIVEN_UP in reason:
+            return self._against_giving_up(truth)
         if reason.startswith("draining for"):
             return self._against_impatience(simulated, reason, truth)
         if reason.startswith(STANDING_STILL) or any(text in reason for text in NOT_TOGETHER):
             return None if self._is_disturbed(truth) else self._against_stillness(simulated, reason, truth)
         return self._against_silence(simulated, reason, truth)
+
+    def _against_giving_up(self, truth: Truth) -> str | None:
+        """Whether no step is one whose state was reported for all group ranks."""
+        group_ranks = {one.incarnation: one.group_rank for one in self._trainees}
+        reported = {
+            (stop.position, group_ranks[one]) for one, stop in truth.stops[truth.attempt].items() if stop.holds_state
+        }
+        steps = {step for step, _ in reported}
+        whole = [step for step in steps if all((step, rank) in reported for rank in range(truth.group_size))]
+        return f"all group ranks have the state after step {whole[0]}" if whole else None
 
     def _against_impatience(self, simulated: SimulatedWorker, reason: str, truth: Truth) -> str | None:
         """Whether it had its time to go, and did not."""
@@ -114,9 +127,9 @@ class Evidence:
 
     def against_abort(self, reason: str, truth: Truth) -> str | None:
         """What speaks against a job's being aborted for this reason."""
-        config, size = truth.config, truth.world.world_size
+        config, size = truth.config, truth.world.world_size // truth.group_size
         tolerated = tolerated_failures(size, config.failure_tolerance_percentage)
-        if found := re.fullmatch(r"(\d+) of (\d+) workers failed; limit (\d+)", reason):
+        if found := re.fullmatch(r"(\d+) of (\d+) (?:workers|groups) failed; limit (\d+)", reason):
             is_true = tuple(map(int, found.groups())) == (truth.failures, size, tolerated)
             is_true = is_true and truth.failures > tolerated
         elif found := re.fullmatch(r"(\d+) failures? without a committed step in between", reason):

@@ -21,6 +21,7 @@ from forged.elastic.messages import (
     AbortJob,
     DrainWorker,
     EvictWorker,
+    GroupBroken,
     Heartbeat,
     JobAborted,
     LeaveJob,
@@ -69,6 +70,8 @@ LIVES_ON_S = (0.0, 5.0)
 """How long its process goes on after that."""
 REOPENED = 0.5
 """How often an operator reopens a job that is aborted."""
+ENDED_AFTER_S = (0.0, 1.0)
+"""How soon a launcher ends the rest of a broken group."""
 REOPENED_AFTER_S = (0.0, 0.5, 5.0)
 STALE_MESSAGES_MAX = 5
 VALID_REFUSALS = frozenset({"job_untrained", "worker_unknown", "job_over", "workers_none", "job_unknown"})
@@ -94,6 +97,7 @@ class FaultInjector:
         self._rotting = Random(f"rot {world.seed}")
         self._lying = Random(f"lies {world.seed}")
         self._reopening = Random(f"reopenings {world.seed}")
+        self._grouping = Random(f"groups {world.seed}")
         self._liars: dict[str, Process] = {}
         self._flapping: dict[tuple[str, int], float] = {}
         """Until when processes of a slot die early."""
@@ -151,6 +155,8 @@ class FaultInjector:
         if self._kills:
             deeds += [self._kill, self._kill, self._kill_both, self._lose_host, self._kill_all, self._kill_first]
             deeds += [self._flap]
+            if any(job.group_size > 1 for job in self._world.jobs):
+                deeds += [self._kill_group, self._kill_group, self._break_groups, self._break_groups]
         return deeds
 
     def fact_published(self, fact: Fact, job: str) -> None:
@@ -158,6 +164,8 @@ class FaultInjector:
         world = self._world
         if self._relieves and isinstance(fact, WorkerJoined) and world.faults_active and self._random.random() < 0.5:
             world.start(partial(self._drain_world, job))
+        if isinstance(fact, GroupBroken):
+            self._end_group(fact, job)
         if isinstance(fact, JobAborted) and world.faults_active and self._reopening.random() < REOPENED:
             world.start(partial(self._reopen, job, self._reopening.choice(REOPENED_AFTER_S)))
         if not (self._ambushes and world.faults_active and isinstance(fact, MOMENTS) and self._random.random() < 0.25):
@@ -169,6 +177,15 @@ class FaultInjector:
         later_s = self._random.choice((0.0, 0.0, 0.01, 0.1, 0.5))
         world.note(f"a fault waits for {victim.simulated.name}")
         world.loop.call_later(later_s, self._inject, victim, act, context=world.network.links.context.copy())
+
+    def _end_group(self, fact: GroupBroken, job: str) -> None:
+        """Some launchers end the other processes of a group that has lost one."""
+        world = self._world
+        for process in world.living():
+            if process.job.name == job and process.job.ends_broken_groups and process.simulated.name in fact.waiting:
+                world.met["a launcher ends a broken group"] += 1
+                later_s = self._grouping.uniform(*ENDED_AFTER_S)
+                world.loop.call_later(later_s, _kill_if_alive, process, context=world.network.links.context.copy())
 
     def _inject(self, victim: Process, act: Callable[[], None]) -> None:
         if victim.alive and self._world.faults_active:
@@ -336,6 +353,25 @@ class FaultInjector:
         for process in living:
             (process.vanish if vanish else process.kill)()
 
+    def _groups(self, job: Job) -> list[list[Process]]:
+        groups: dict[str, list[Process]] = {}
+        for process in self._world.living(job):
+            groups.setdefault(process.simulated.group, []).append(process)
+        return list(groups.values())
+
+    def _kill_group(self) -> None:
+        groups = self._groups(self._random.choice(self._world.jobs))
+        for process in self._random.choice(groups) if groups else ():
+            process.kill()
+            self._world.met["a group is killed"] += 1
+
+    def _break_groups(self) -> None:
+        """Kill one process of several groups, now and then of different group ranks."""
+        groups = self._groups(self._random.choice(self._world.jobs))
+        for group in groups[: self._random.randint(1, 3)]:
+            self._random.choice(group).kill()
+            self._world.met["several groups lose a process at once"] += len(groups) > 1
+
     def _kill_both(self) -> None:
         if (process := self._pick()) is not None:
             process.vanish()
@@ -408,7 +444,7 @@ class FaultInjector:
         assert simulated.me is not None
         step = truth.steps_committed + self._lying.choice(STEPS_AHEAD)
         world.note(f"{simulated.name} says that training is complete after step {step}")
-        truth.claims[simulated.me] = step
+        truth.claims[simulated.me] = max(step, truth.claims.get(simulated.me, 0))
         who = simulated.job, simulated.name, simulated.incarnation
         reason = "it says that training is complete"
         await self._ask(operator, LeaveJob(*who, reason, done=True, step=step), STALE_REFUSALS)
@@ -517,3 +553,8 @@ class FaultInjector:
             self._world.note(f"a caller was told {error.code}")
             return False
         return True
+
+
+def _kill_if_alive(process: Process) -> None:
+    if process.alive:
+        process.kill()

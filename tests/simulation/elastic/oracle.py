@@ -46,7 +46,7 @@ from forged.kernel.messages import Fact, Record
 from forged.status.model import DaemonStarted
 from tests.simulation.data.oracle import DataOracle, DataPromise
 from tests.simulation.elastic.background import Background
-from tests.simulation.elastic.evidence import Evidence
+from tests.simulation.elastic.evidence import GIVEN_UP, Evidence
 from tests.simulation.elastic.truth import (
     BATCH,
     IMPOSSIBLE_STEP,
@@ -84,6 +84,7 @@ class ElasticOracle:
         self._evidence = Evidence(self.simulated_workers, self.disturbances, now)
         self._background = Background(self.simulated_workers, self.disturbances, now)
         self._now = now
+        self._met = met
         self._steady_from = 0.0
         """Since when workers have had time to find the daemon."""
 
@@ -141,6 +142,9 @@ class ElasticOracle:
 
     def _heir_of(self, worker: WorkerId, truth: Truth, reason: str) -> WorkerId | None:
         """The worker that waited for the state that a draining worker took along; None if there is none."""
+        if truth.group_size > 1:
+            # A single worker hands over no whole state.
+            return None
         is_last = worker in truth.world and not any(other in truth.world for other in truth.members.values())
         waited_in_vain = "; " in reason
         is_told_to_go = worker in truth.told_to_go and worker not in truth.claims
@@ -172,6 +176,7 @@ class ElasticOracle:
             self.breach(Promise.ONE_OWNER, f"{worker} failed at rank {fact.rank}, and has rank {rank}")
         is_wanted = fact.reason.startswith("evicted: ") or worker in truth.told_to_go
         is_wanted = is_wanted or fact.reason.endswith("it disappeared while the daemon was down")
+        is_wanted = is_wanted or GIVEN_UP in fact.reason or (rank >= 0 and truth.has_lost_member(worker))
         if fact.rank >= 0 and truth.phase not in OVER and not is_wanted:
             truth.failures += 1
             truth.failed_behind.append(truth.steps_committed)
@@ -208,7 +213,7 @@ class ElasticOracle:
         truth.in_background, truth.began_at = fact.in_background, self._now()
         if fact.in_background and (truth.stops_to_rescale or set(fact.removed) - set(fact.draining)):
             self.breach(Promise.HISTORY, f"background attempt {fact.attempt} of {truth.job}: {fact}")
-        truth.added, truth.source = tuple(fact.added), ""
+        truth.added, truth.source, truth.sources = tuple(fact.added), "", ()
         truth.waiting_since = None
         config = truth.config
         if not config.min_workers <= fact.world_size <= config.max_workers:
@@ -227,6 +232,7 @@ class ElasticOracle:
         if truth.synchronising:
             self.breach(Promise.HISTORY, f"attempt {fact.attempt} of {truth.job} synchronises twice")
         truth.synchronising, truth.source = True, fact.source.id
+        truth.sources = {worker.id for worker in fact.sources or (fact.source,)}
         source = self.simulated_worker_of(fact.source)
         truth.source_world = 0 if source is None or fact.source in truth.world else source.generation
 
@@ -246,6 +252,7 @@ class ElasticOracle:
             self.breach(Promise.HISTORY, f"what leads to world {number} of {truth.job} does not fit: {error}")
         self._check_owners(truth, new)
         self._check_order(truth, old, new)
+        self._check_groups(truth, new)
         if fact.step is not None:
             self._check_acknowledged(truth, new, fact.attempt, fact.step)
             self._check_stopped(truth, new, number)
@@ -362,7 +369,7 @@ class ElasticOracle:
 
     def _must_be_borne(self, truth: Truth) -> None:
         """A job goes on only with what it tolerates."""
-        size, config = truth.world.world_size, truth.config
+        size, config = truth.world.world_size // truth.group_size, truth.config
         if truth.failures > tolerated_failures(size, config.failure_tolerance_percentage):
             self.breach(Promise.TOLERANCE, f"{truth.job} goes on with {truth.failures} of {size} workers failed")
 
@@ -380,6 +387,22 @@ class ElasticOracle:
                 Promise.ORDER_KEPT, f"world {new.epoch} of {truth.job} has {after}, and was in the order {before}"
             )
 
+    def _check_groups(self, truth: Truth, new: ClusterTopology) -> None:
+        workers = [self.simulated_worker_of(worker) for worker in new.workers]
+        places = [(one.group, one.group_rank) for one in workers if one is not None]
+        size = truth.group_size
+        groups = [name for name, _ in places[::size]]
+        is_whole = places == [(name, rank) for name in groups for rank in range(size)] if size > 1 else True
+        if not is_whole or (size > 1 and len(set(groups)) < len(groups)):
+            self.breach(Promise.GROUPS, f"world {new.epoch} of {truth.job} has {places}")
+
+    def _is_whole(self, truth: Truth, step: int) -> bool:
+        """Whether the registered members of the last world have the state behind this step, of all group ranks."""
+        present = set(truth.members.values()) & set(truth.world.workers)
+        holders = (one for one in self.simulated_workers if one.alive and one.me in present)
+        at_step = (one for one in holders if one.generation == truth.generation and one.steps_in_state == step)
+        return len({one.group_rank for one in at_step}) == truth.group_size
+
     def _check_acknowledged(self, truth: Truth, new: ClusterTopology, attempt: int, step: int) -> None:
         """All members have stopped at the step after which the new world starts, or have received its state."""
         simulated_workers = [self.simulated_worker_of(worker) for worker in new.workers]
@@ -390,7 +413,9 @@ class ElasticOracle:
             world = f"world {new.epoch} of {truth.job} was committed behind {step}"
             if simulated is None or stop is None:
                 self.breach(Promise.ACKNOWLEDGED, f"{world}, and {new.workers[rank]} did not stop")
-            is_source = simulated.name == truth.source or (rank == 0 and nobody_has_any)
+            is_source = simulated.name in truth.sources or (rank == 0 and nobody_has_any)
+            # Without a transfer each member is the source of its group rank, or has the state.
+            is_source |= truth.group_size > 1 and not truth.synchronising and stop.position == step
             has_state = stop.holds_state and stop.position == step
             if not (is_source or has_state or simulated.incarnation in truth.ready[attempt]):
                 self.breach(Promise.ACKNOWLEDGED, f"{world}, and {simulated.me} is at {stop}")
@@ -409,6 +434,14 @@ class ElasticOracle:
     def _check_step(self, truth: Truth, old: ClusterTopology, new: ClusterTopology, behind: int) -> None:
         """Committed steps stay committed; a step that a member has not finished does not count."""
         staying = [worker for worker in old.workers if worker in new]
+        in_groups = truth.group_size > 1
+        if in_groups and behind < truth.committed.get(old.epoch, 0):
+            committed = truth.committed[old.epoch]
+            if self._is_whole(truth, committed) or self._is_whole(truth, committed + 1):
+                lost = f"{committed} steps of {truth.job} are committed, and world {new.epoch} begins behind {behind}"
+                self.breach(Promise.REPLICAS, lost)
+            self._met("a job with groups loses committed steps")
+            staying = []
         if not staying:
             # What is left is what a joiner has been given, if anything.
             truth.failed_behind = [min(failed, behind) for failed in truth.failed_behind]
@@ -429,14 +462,19 @@ class ElasticOracle:
                 f"{committed} steps of {truth.job} are committed, and world {new.epoch} begins behind {behind}",
             )
         step = truth.steps[old.epoch, committed]
-        if behind <= committed and (final := [str(worker) for worker in staying if worker in step.final]):
+        final = [str(worker) for worker in staying if worker in step.final]
+        # The other ranks of a group may not have been released from the vote: then no whole state has the step.
+        is_whole = not in_groups or self._is_whole(truth, committed + 1)
+        if behind <= committed and final and is_whole:
             self.breach(
                 Promise.VOTES, f"step {committed} of {truth.job} is repeated, which {final} finished after a vote"
             )
         if behind > committed:
             self._check_covered(truth, old, committed)
             unfinished = [str(worker) for worker in staying if worker not in step.finished]
-            if unfinished and not step.final:
+            if in_groups and unfinished and not self._is_whole(truth, committed):
+                self._met("a step counts that some group rank cannot repeat")
+            elif unfinished and not step.final:
                 self.breach(
                     Promise.STEPS, f"step {committed} of {truth.job} counts, and {unfinished} have not finished it"
                 )
@@ -503,6 +541,9 @@ class ElasticOracle:
         """Survivors continue where they were."""
         known = [simulated for worker in world.workers if (simulated := self.simulated_worker_of(worker)) is not None]
         staying = [simulated for simulated in known if simulated.generation]
+        if truth.group_size > 1:
+            # A group that was left out of a world says nothing about the steps after it.
+            staying = [simulated for simulated in staying if simulated.generation == max(truth.begun)]
         least, most = 0, truth.steps_committed + 1
         if staying:
             last = max(truth.begun)
@@ -513,6 +554,8 @@ class ElasticOracle:
                 most = least + 1
                 if any(simulated.final > least and simulated.generation == last for simulated in staying):
                     least = most
+            if truth.group_size > 1 and not self._is_whole(truth, least):
+                least, most = (least if self._is_whole(truth, least + 1) else 0), least + 1
         if not least <= step <= most:
             begins = f"world {world.epoch} of {truth.job} begins behind {step}"
             self.breach(Promise.STEPS, f"{begins}, and it must be from {least} to {most}")
@@ -655,15 +698,21 @@ class ElasticOracle:
             self.breach(Promise.GENERATIONS_GROW, f"{old} for {OLD_WORLD_MAX_S:g} s")
 
     def _check_state(self, truth: Truth, me: WorkerId, steps: int, state: int) -> None:
-        if state != truth.state_after(steps):
-            known = truth.chain.index(state) if state in truth.chain else "no"
+        simulated = self.simulated_worker_of(me)
+        group_rank = 0 if simulated is None else simulated.group_rank
+        if state != truth.state_after(steps, group_rank):
+            chain = truth.chains[group_rank]
+            known = chain.index(state) if state in chain else "no"
             self.breach(
                 Promise.STATE, f"{me} has the state of {known} steps of {truth.job} where {steps} are behind it"
             )
 
     def waits(self, simulated: SimulatedWorker, *, for_daemon: bool) -> None:
         """A process waits, as far as it knows for nothing but a daemon, or not. To be told again and again."""
-        if not (for_daemon and simulated.is_void and simulated.alive):
+        truth = self.truths[simulated.job]
+        # A worker whose group was left out of the world waits as a joiner.
+        is_left_out = truth.group_size > 1 and simulated.me not in truth.world
+        if is_left_out or not (for_daemon and simulated.is_void and simulated.alive):
             simulated.waits_since = None
             return
         now = self._now()

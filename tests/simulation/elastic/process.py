@@ -13,6 +13,7 @@ from random import Random
 from typing import Any, Protocol
 
 import anyio
+import msgspec
 import numpy as np
 
 from forged.client import ForgedClient
@@ -51,7 +52,15 @@ WARM_UP_STEPS = 3
 SAVING_S = (0.0, 0.0, 0.5, 8.0)
 """How long a draining worker may save its state before it leaves."""
 ENDS_IN_ORDER = frozenset(
-    {"worker_evicted", "job_aborted", "job_completed", "worker_exists", "job_over", "worker_undecided"}
+    {
+        "worker_evicted",
+        "job_aborted",
+        "job_completed",
+        "worker_exists",
+        "job_over",
+        "worker_undecided",
+        "group_rank_taken",
+    }
 )
 """What a training process may be told that has done nothing wrong."""
 
@@ -112,6 +121,9 @@ class Job:
         self.step_errors = step_errors
         self.total: int | None = None
         """How many steps it has; None while that is open."""
+        self.group_size = 1
+        self.ends_broken_groups = False
+        """Whether a launcher ends the other processes of a group that has lost one."""
         self.slots = random.randint(1, 4)
         self.pace_s = random.choice((0.1, 0.3, 0.8))
         self.ballast = random.choice((0, 1000, 30_000))
@@ -140,10 +152,25 @@ class Job:
         """Sample a dataset."""
         self.data, self.config = data, data.configured(self.config, steady=steady)
 
+    def train_in_groups(self, source: Random) -> None:
+        """Have processes train in groups, each on a slot of its own; some groups end when they have lost a process."""
+        self.group_size = source.choice((2, 2, 2, 4))
+        self.slots = self.group_size * source.randint(
+            1 if self.group_size == 2 else 2, 3 if self.group_size == 2 else 2
+        )
+        least = source.choice((1, self.group_size, self.slots))
+        most = source.choice((max(least, self.group_size), self.slots, self.slots + 1, 100))
+        self.config = msgspec.structs.replace(self.config, min_workers=least, max_workers=most)
+        self.ends_broken_groups = source.random() < 0.4
+
+    def group_of(self, slot: int) -> tuple[str, int]:
+        """The group of the processes of a slot, and their position in it."""
+        return ("", 0) if self.group_size == 1 else (f"g{slot // self.group_size}", slot % self.group_size)
+
     @property
     def world_size_max(self) -> int:
         """How many train when all are there."""
-        return min(self.slots, self.config.max_workers)
+        return min(self.slots, self.config.max_workers) // self.group_size * self.group_size
 
 
 class SimulatedPulse:
@@ -234,7 +261,10 @@ class Process:
         data = job.data
         self.disk = data.disk(slot, host, job.slots) if data is not None and data.has_shards else None
         given = None if data is None or self.disk is None else data.training_data(self.disk)
-        self._state: dict[str, Any] = {"chain": np.ones(1, np.int64), "ballast": np.ones(job.ballast, np.int64)}
+        group, group_rank = job.group_of(slot)
+        # Each group rank has a part of the state that differs from all others.
+        part = 1 + group_rank
+        self._state: dict[str, Any] = {"chain": np.full(1, part), "ballast": np.full(job.ballast, part)}
         self.worker = ElasticWorker(
             WorkerId(name, host, 0),
             job.config,
@@ -251,12 +281,15 @@ class Process:
             sampler=None if data is None else data.sampler(),
             learning_rate=Random(name).choice((None, 0.0, 0.1)),
             global_batch_size=Random(name).choice((0, BATCH)) if data is None else 0,
+            group=group,
+            group_rank=group_rank,
+            group_size=job.group_size,
         )
         self.worker.state_synchronized.subscribe(self._enter)
         self.worker.standstill.subscribe(self._stand_still)
         self.worker.leaving.subscribe(self._save)
         self._voiding = Random(b"voids " + self.worker.incarnation)
-        self.simulated = SimulatedWorker(job.name, name, host, self.worker.incarnation)
+        self.simulated = SimulatedWorker(job.name, name, host, self.worker.incarnation, group, group_rank)
         self.hooks = ScriptHooks(
             self.worker,
             self.simulated,
@@ -445,6 +478,9 @@ class Process:
         if voids:
             self._void(step)
         await self.hooks.vote()
+        if self.job.group_size > 1 and not self.job.has_hooks:
+            # A group cannot go back behind a step that one of its ranks has applied, so all agree before.
+            await self.worker.barrier()
         await self._work(0.05)
         self._apply(total)
         self.hooks.may_die(BEHIND_THE_CHANGE)

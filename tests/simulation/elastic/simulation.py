@@ -71,7 +71,7 @@ class ElasticWorld(Simulation):
 
     daemon_lives_s = (0.1, 20.0)
 
-    def __init__(self, seed: int, loop: VirtualLoop, random: Random) -> None:
+    def __init__(self, seed: int, loop: VirtualLoop, random: Random, *, in_groups: bool = False) -> None:
         super().__init__(seed, loop, random)
         self.met = Tally()
         self.oracle = ElasticOracle(loop.time, self.look, self._meet)
@@ -86,6 +86,9 @@ class ElasticWorld(Simulation):
             )
             for name in names
         ]
+        if in_groups:
+            for job in self.jobs:
+                job.train_in_groups(Random(f"groups of {job.name} in {seed}"))
         self.hosts = [f"{job.name}-{slot}" for job in self.jobs for slot in range(job.slots + 1)]
         self.processes: list[Process] = []
         self.over = False
@@ -97,7 +100,7 @@ class ElasticWorld(Simulation):
         if has_data(seed):
             self._bring_data(Random(f"data of {seed}"), steady=steady)
         for job in self.jobs:
-            truth = self.oracle.truths[job.name] = Truth(job.name, job.config)
+            truth = self.oracle.truths[job.name] = Truth(job.name, job.config, group_size=job.group_size)
             if job.data is not None:
                 self.oracle.data.follow(job.data, truth)
         if steady:
@@ -413,8 +416,10 @@ class ElasticWorld(Simulation):
         )
 
 
-def simulate(seed: int, watch: Callable[[ElasticWorld], None] = lambda world: None) -> ElasticWorld:
+def simulate(
+    seed: int, watch: Callable[[ElasticWorld], None] = lambda world: None, *, in_groups: bool = False
+) -> ElasticWorld:
     """Live through a world; raises what was broken in it."""
     # What a worker knows of its process is not of the seed.
     with patch("forged.worker.registration.os", SimpleNamespace(getpid=lambda: 1)):
-        return simulated(ElasticWorld, "elastic", seed, watch)
+        return simulated(partial(ElasticWorld, in_groups=in_groups), "elastic", seed, watch)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 
 from forged.elastic.messages import (
+    GroupBroken,
     JobAborted,
     JobReopened,
     JobWaiting,
@@ -18,6 +19,7 @@ from forged.elastic.messages import (
     WorkerJoined,
     WorkerStalled,
 )
+from forged.elastic.model import ClusterTopology
 from forged.elastic.phases import Phase
 from forged.kernel.messages import Fact
 from tests.simulation.elastic.script_hooks import MOMENTS
@@ -73,6 +75,13 @@ MUST_HAPPEN = (
     "a worker dies in a step",
     "rank 0 dies",
     "all die at once",
+    "a group is broken",
+    "a group is killed",
+    "several groups lose a process at once",
+    "a launcher ends a broken group",
+    "a broken group is whole again in the next world",
+    "a broken group joins a later world",
+    "a job with groups loses committed steps",
 )
 """What happens somewhere in the first few hundred seeds."""
 
@@ -92,6 +101,7 @@ class Tally(Counter[str]):
                 self[f"a world is committed {stops} a stop"] += 1
                 self["a transfer is slow"] += truth.synchronising and fact.took_s > SLOW_S
                 self["data moves while training goes on"] += truth.in_background
+                self._returned(truth.world.apply(fact.delta), truth)
                 self["steps are committed while data moves"] += (
                     truth.in_background and truth.stepped_at > truth.began_at
                 )
@@ -108,24 +118,35 @@ class Tally(Counter[str]):
                 self["workers failed"] += 1
                 self["a joiner does not become ready"] += rank < 0 and reason.startswith("no answer in attempt")
                 self["a worker is evicted"] += reason.startswith("evicted")
-            case WorkerStalled():
-                self["a worker is stalled"] += 1
+            case GroupBroken() | WorkerStalled():
+                self["a group is broken" if isinstance(fact, GroupBroken) else "a worker is stalled"] += 1
             case WorkerJoined(worker=worker):
                 self["an id returns on another host"] += truth.hosts.get(worker.id, worker.hostname) != worker.hostname
             case _:
                 pass
 
+    def _returned(self, new: ClusterTopology, truth: Truth) -> None:
+        """Count the groups of a new world that were broken before."""
+        if truth.group_size == 1:
+            return
+        earlier = {worker for world in truth.worlds.values() for worker in world.workers}
+        for first in range(0, new.world_size, truth.group_size):
+            group = new.workers[first : first + truth.group_size]
+            survivors = sum(worker in truth.world for worker in group)
+            self["a broken group is whole again in the next world"] += 0 < survivors < truth.group_size
+            self["a broken group joins a later world"] += not survivors and any(worker in earlier for worker in group)
+
     def _aborted(self, reason: str) -> None:
         self["a job is aborted"] += 1
         self["a job waits too long"] += reason.startswith("fewer than")
-        self["too many of a world fail"] += " workers failed; limit " in reason
+        self["too many of a world fail"] += " failed; limit " in reason
         self["too many fail in a row"] += "without a committed step" in reason
 
     def death(self, simulated: SimulatedWorker, truth: Truth) -> None:
         """Count where a death found a worker."""
         self[f"a worker dies {_where(simulated, truth)}"] += 1
         self["rank 0 dies"] += simulated.me is not None and truth.world.rank_of(simulated.me) == 0
-        self["the source of the state dies"] += truth.synchronising and simulated.name == truth.source
+        self["the source of the state dies"] += truth.synchronising and simulated.name in truth.sources
 
 
 def _where(simulated: SimulatedWorker, truth: Truth) -> str:

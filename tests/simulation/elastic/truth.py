@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -50,6 +50,8 @@ class Promise(StrEnum):
     STEP_ERRORS = "an exception in a step whose world is over repeats the step, and fails no worker"
     HANDED_OVER = "a draining worker hands its state over to waiting joiners"
     ONE_RATE = "all ranks of a world have one learning rate and one batch"
+    GROUPS = "a world consists of whole groups, each contiguous in rank and in the order of its group ranks"
+    REPLICAS = "no committed step is lost while the state of each group rank survives"
     STATE = "the state of every trainer is a function of the number of committed steps"
     STANDSTILL = "a survivor without a daemon reports its standstill within a second"
     RUNS_AGAIN = "when the faults have stopped, every job runs again within a bound"
@@ -80,6 +82,8 @@ class SimulatedWorker:
     name: str
     host: str
     incarnation: bytes
+    group: str = ""
+    group_rank: int = 0
     me: WorkerId | None = None
     """Its id for peers, with its own port; None before it has one."""
     alive: bool = True
@@ -126,6 +130,11 @@ class SimulatedWorker:
         if since <= self.held_since:
             self.held_until = min(self.held_until, now)
 
+    @property
+    def steps_in_state(self) -> int:
+        """The steps applied to its state, if it has trained in the last world."""
+        return self.committed + (self.finished == self.committed)
+
     def has_finished(self, step: int) -> bool:
         """Whether the step is behind it, committed or not."""
         return self.committed > step or self.finished == step
@@ -166,6 +175,9 @@ class Truth:
     """The joiners of the attempt."""
     source: str = ""
     """The state source of the attempt."""
+    sources: Collection[str] = ()
+    """The state sources of all group ranks."""
+    group_size: int = 1
     source_world: int = 0
     """The generation in which the state source last trained, if it is not in the present world; else 0."""
     worlds: dict[int, ClusterTopology] = field(default_factory=dict)
@@ -183,8 +195,8 @@ class Truth:
     """By generation and number."""
     committed: dict[int, int] = field(default_factory=dict)
     """By generation: the newest step that a script has seen committed."""
-    chain: list[int] = field(default_factory=lambda: [1])
-    """The state behind so many steps."""
+    chains: dict[int, list[int]] = field(default_factory=dict)
+    """By group rank: the state behind so many steps."""
     members: dict[str, WorkerId] = field(default_factory=dict)
     hosts: dict[str, str] = field(default_factory=dict)
     """Where a worker of that id was last."""
@@ -245,12 +257,20 @@ class Truth:
         heard = self.steps_committed if self.stops_to_rescale else max(self.committed.values(), default=0)
         return max(heard, *self.claims.values(), self.final)
 
-    def state_after(self, steps: int) -> int:
-        """What the state has to be behind so many steps."""
-        while len(self.chain) <= steps:
-            step = len(self.chain) - 1
-            self.chain.append(advance(self.chain[-1], samples(self.job, step, range(BATCH))))
-        return self.chain[steps]
+    def state_after(self, steps: int, group_rank: int = 0) -> int:
+        """What the state has to be behind so many steps, at this group rank."""
+        chain = self.chains.setdefault(group_rank, [1 + group_rank])
+        while len(chain) <= steps:
+            step = len(chain) - 1
+            chain.append(advance(chain[-1], samples(self.job, step, range(BATCH))))
+        return chain[steps]
+
+    def has_lost_member(self, worker: WorkerId) -> bool:
+        """Whether the group of this member of the world has lost another one."""
+        first = self.world.rank_of(worker) // self.group_size * self.group_size
+        group = self.world.workers[first : first + self.group_size]
+        present = set(self.members.values())
+        return any(other not in present for other in group if other != worker)
 
 
 PAUSE = "pause"
