@@ -274,6 +274,10 @@ class PoolCore:
             if block.move is None:
                 yield block
 
+    def uses_of_cached(self) -> tuple[float, float]:
+        """When the least and the most recently used of the cached blocks were last used; 0 without any."""
+        return (self._cached[0][0], self._cached[-1][0]) if self._cached else (0.0, 0.0)
+
     def evict(self, needed: int) -> list[Block]:
         """Free blocks in the order of eviction until they are so many bytes together, or none is left."""
         chosen, found = [], 0

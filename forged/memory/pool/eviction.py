@@ -27,6 +27,7 @@ PRIORITY_MAX = 8
 SAVED_SHARE = 0.01
 """The share of the cost that is left if a checkpoint has the content."""
 _COST_UNITS = 1000
+_RECENCY_UNITS = _COST_UNITS * (RECENCY_MAX - 1)
 
 
 class RoomPlan(NamedTuple):
@@ -96,7 +97,7 @@ def _room_by_last_use(core: PoolCore, needed: int, alignment: int, blocks_max: i
 def _cheapest(
     blocks: list[Block], needed: int, alignment: int, weigh: Callable[[Block], int | None]
 ) -> RoomPlan | None:
-    best = min(windows(blocks, needed, alignment, weigh), default=None)
+    best = min(windows(blocks, needed, alignment, weigh, improving=True), default=None)
     if best is None:
         return None
     _, first, last, offset = best
@@ -105,26 +106,24 @@ def _cheapest(
 
 def _cost_of(core: PoolCore, is_saved: Callable[[str], bool]) -> Callable[[Block], int | None]:
     """What the eviction of a block costs; None if it cannot be evicted."""
-    price = _price_of(core, is_saved)
+    price, cached = _price_of(core, is_saved), BlockStatus.CACHED
 
     def cost(block: Block) -> int | None:
-        if block.status is not BlockStatus.CACHED or block.move is not None:
-            return 0 if block.is_hole else None
-        return block.size * price(block) + 1
+        if block.status is cached and block.move is None:
+            return block.size * price(block) + 1
+        return None if block.free_list is None else 0
 
     return cost
 
 
 def _price_of(core: PoolCore, is_saved: Callable[[str], bool]) -> Callable[[Block], int]:
     """What the eviction of each byte of a cached block costs."""
-    times = [block.last_accessed for block in core.least_recent()]
-    oldest, newest = min(times, default=0.0), max(times, default=0.0)
-
+    oldest, newest = core.uses_of_cached()
     span = (newest - oldest) or 1.0
     has_copy = cache(is_saved)
 
     def price(block: Block) -> int:
-        factor = _COST_UNITS * (1 + (RECENCY_MAX - 1) * (block.last_accessed - oldest) / span)
+        factor = _COST_UNITS + _RECENCY_UNITS * ((block.last_accessed - oldest) / span)
         if block.priority:
             factor *= 2.0 ** min(max(block.priority, -PRIORITY_MAX), PRIORITY_MAX)
         if block.reload_s is not None:

@@ -76,7 +76,7 @@ def _blocking(core: PoolCore, needed: int, alignment: int) -> tuple[list[Block],
     best: tuple[int, list[Block]] | None = None
     for place in _places(core):
         blocks = _around(place, needed + alignment)
-        window = min(windows(blocks, needed, alignment, _in_the_way), default=None)
+        window = min(windows(blocks, needed, alignment, _in_the_way, improving=True), default=None)
         if window is not None and (best is None or window[0] < best[0]):
             best = window[0], blocks[window[1] : window[2]]
     if best is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from math import inf
 from typing import TypeAlias
 
 from forged.memory.pool.blocks import Block
@@ -12,9 +13,16 @@ Window: TypeAlias = tuple[int, int, int, int]
 
 
 def windows(
-    blocks: Sequence[Block], needed: int, alignment: int, weigh: Callable[[Block], int | None]
+    blocks: Sequence[Block],
+    needed: int,
+    alignment: int,
+    weigh: Callable[[Block], int | None],
+    *,
+    improving: bool = False,
 ) -> Iterator[Window]:
     """From each block on the shortest window; its weight is the sum of those of its blocks.
+
+    `improving` leaves out those that weigh no less than an earlier one.
 
     `blocks` follow each other without a gap. No window has a block whose weight is None.
     """
@@ -23,6 +31,7 @@ def windows(
     offsets.append(blocks[-1].offset + blocks[-1].size if blocks else 0)
     count, lowest = len(blocks), alignment - 1
     last = weight = 0
+    least: float = inf
     for first in range(count):
         offset = (offsets[first] + lowest) & -alignment
         end = offset + needed
@@ -35,6 +44,8 @@ def windows(
         if last == first:
             last += 1
             continue
-        if offsets[last] >= end and offset < offsets[first + 1]:
+        if weight < least and offsets[last] >= end and offset < offsets[first + 1]:
+            if improving:
+                least = weight
             yield weight, first, last, offset
         weight -= weights[first] or 0
