@@ -136,7 +136,10 @@ async def main() -> None:
     await ended.wait()
     for task in tasks:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    ended_by = await asyncio.gather(*tasks, return_exceptions=True)
+    if faults := [error for error in ended_by if isinstance(error, Exception)]:
+        # An attack that cannot be made proves nothing.
+        raise ExceptionGroup("attacks that failed by themselves", faults)
     print(json.dumps(dict(sorted(tenant.counts.items()))), flush=True)
 
 

@@ -118,7 +118,7 @@ async def endless_waits(tenant: Tenant) -> None:
             for number in range(1, WAITS):
                 wanted = [_wanted(f"w{number}-{at}", 1 << 19) for at in range(BATCH)]
                 await attacker.wait(waiting, number, device=device, wanted=wanted, wait_s=600.0)
-                for change in ("cache", "use", "touch", "pin", "unpin"):
+                for change in ("touch", "pin", "unpin"):
                     await attacker.act("ChangeBlocks", device=device, handles=[["all", 1]], change=change)
 
 

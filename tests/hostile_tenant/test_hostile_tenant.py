@@ -19,3 +19,4 @@ async def test_other_job_trains_and_operator_works_during_an_attack(tmp_path: Pa
     assert figures.daemon_peak_bytes < MEMORY_MAX_BYTES
     assert figures.attacks["notes"] > 0
     assert figures.attacks["connections"] > 0
+    assert figures.attacks["AllocateMemory"] > 0

@@ -93,7 +93,7 @@ class RawClient:
                 if message[0] != PING:
                     return message
 
-    async def request(self, number: int, method: str, **fields: Any) -> Any:
+    async def request(self, number: int, method: str, /, **fields: Any) -> Any:
         """The reply to a request, or its error code."""
         await self.send(REQUEST, number, number - 1, method, fields)
         answer = await self.receive()
