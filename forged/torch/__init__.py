@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from forged.torch.checkpoints import Checkpoints
     from forged.torch.ddp import ElasticDDP, all_reduce_gradients
     from forged.torch.group import ProcessGroups, init_process_group
+    from forged.torch.loader import Loader, Shards
     from forged.torch.run import Run, join
     from forged.torch.run_step import RunStep
     from forged.torch.state import State
@@ -22,9 +23,11 @@ if TYPE_CHECKING:
 __all__ = [
     "Checkpoints",
     "ElasticDDP",
+    "Loader",
     "ProcessGroups",
     "Run",
     "RunStep",
+    "Shards",
     "State",
     "all_reduce_gradients",
     "array_of",
@@ -36,9 +39,11 @@ __all__ = [
 _MODULES = {
     "Checkpoints": "forged.torch.checkpoints",
     "ElasticDDP": "forged.torch.ddp",
+    "Loader": "forged.torch.loader",
     "ProcessGroups": "forged.torch.group",
     "Run": "forged.torch.run",
     "RunStep": "forged.torch.run_step",
+    "Shards": "forged.torch.loader",
     "State": "forged.torch.state",
     "all_reduce_gradients": "forged.torch.ddp",
     "array_of": "forged.torch.tensors",

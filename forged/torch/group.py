@@ -121,8 +121,11 @@ class ProcessGroups:
             return
         self._told = made
         size, rank = dist.get_world_size(), dist.get_rank()
-        self._store.set(_key(made, rank), json.dumps(self._sockets.listeners()))
-        told = self._store.multi_get([_key(made, other) for other in range(size)])
+        try:
+            self._store.set(_key(made, rank), json.dumps(self._sockets.listeners()))
+            told = self._store.multi_get([_key(made, other) for other in range(size)])
+        except dist.DistError as error:
+            raise StepAborted(f"the store of the process groups failed: {error}") from error
         self._sockets.learn((host, port) for one in told for host, port in json.loads(one))
 
     def _make(self, topology: ClusterTopology) -> None:

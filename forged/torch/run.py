@@ -23,6 +23,7 @@ import torch._dynamo
 
 import forged
 from forged.checkpoint import Checkpoints as OpenCheckpoints
+from forged.data.sampling.sampler import ElasticSampler
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.model import ClusterTopology, WorkerId
 from forged.errors import RequestRefused
@@ -30,6 +31,7 @@ from forged.torch.agreement import Agreement
 from forged.torch.checkpoints import Checkpoints
 from forged.torch.ddp import ElasticDDP
 from forged.torch.group import GLOO, NCCL, TIMEOUT, ProcessGroups
+from forged.torch.loader import Loader, Shards, indexed
 from forged.torch.run_step import RunStep, StepHooks
 from forged.torch.state import State
 from forged.worker.blocking import Training
@@ -220,6 +222,30 @@ class Run:
         if self._step is not None:
             wrapped.enter_world()
         return wrapped
+
+    def loader(
+        self,
+        dataset: Any,
+        global_batch: int,
+        *,
+        seed: int = 0,
+        shuffle: bool | None = None,
+        drop_last: bool = False,
+        **options: Any,
+    ) -> Loader:
+        """Batches of a dataset for this rank, each sample of an epoch once; call it before the first step.
+
+        `global_batch` is the number of samples of a step of all ranks. `options` are those of torch's `DataLoader`,
+        such as `num_workers` and `collate_fn`. Samples are shuffled, unless the dataset is one of `Shards`.
+        """
+        dataset = indexed(dataset)
+        shuffle = not isinstance(dataset, Shards) if shuffle is None else shuffle
+        sampler = ElasticSampler(len(dataset), global_batch, seed, shuffle=shuffle, drop_last=drop_last)
+        self.worker.use_sampler(sampler)
+        self._saved["loader"] = sampler
+        loader = Loader(self, dataset, sampler, **options)
+        self._open.callback(loader.close)
+        return loader
 
     def _enter_world(self, topology: ClusterTopology) -> None:
         self._end_meeting()

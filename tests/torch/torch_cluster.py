@@ -12,7 +12,7 @@ from typing import Any
 
 from forged.client import BlockingClient
 from tests.client.daemon_runner import SOON
-from tests.torch import train_script
+from tests.torch import loading_script, train_script
 from tests.torch.train_script import Script
 
 PATIENCE_S = 60.0
@@ -21,7 +21,9 @@ _NUMBERS = itertools.count()
 
 def context() -> Any:
     found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload([train_script.__name__, "forged.torch.run", "forged.torch.tensors"])
+    found.set_forkserver_preload(
+        [train_script.__name__, loading_script.__name__, "forged.torch.run", "forged.torch.tensors"]
+    )
     return found
 
 
@@ -33,7 +35,7 @@ class TorchWorker:
         self.reports: list[dict[str, Any]] = []
         ours, theirs = multiprocessing.Pipe()
         self._pipe: Connection = ours
-        self.process: BaseProcess = context().Process(target=main, args=(script, theirs), daemon=True)
+        self.process: BaseProcess = context().Process(target=main, args=(script, theirs))
         self.process.start()
         theirs.close()
 
@@ -102,14 +104,19 @@ class TorchCluster:
         for name in names:
             self.start(name, size=len(names), **(options if name == victim or not victim else sound))
 
-    def release(self, **settings: Any) -> None:
+    def release(self, *, but: str = "", **settings: Any) -> None:
         """Let all go on once they train together; from now on fewer workers are enough."""
         for worker in self.workers.values():
             worker.wait_for("held")
         job = self.client.job(self.job)
         self.client.change_job(self.job, job.settings | {"min_workers": 1} | settings, job.version)
-        for worker in self.workers.values():
-            worker.go()
+        self.release_all(but)
+
+    def release_all(self, but: str = "") -> None:
+        """Let all go on that hold, except one that has been killed."""
+        for name, worker in self.workers.items():
+            if worker.script.holds and name != but:
+                worker.go()
 
     def close(self) -> None:
         for worker in self.workers.values():

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import forged.torch as ft
+from forged.worker.steps import step_errors
 from tests.worker.trainers import config
 
 FEATURES, GLOBAL_BATCH, RATE = 6, 12, 0.05
@@ -39,6 +40,7 @@ class Script:
     phase: str = "forward"
     """Where: loader, forward, backward, commit (after the vote), opt."""
     at: int = 5
+    """The step; -1 for each step once, at rank 0."""
     times: int = 1
     has_noise: bool = False
     """Whether the model has BatchNorm and dropout."""
@@ -50,6 +52,9 @@ class Script:
     compiles: bool = False
     scales: bool = False
     has_mesh: bool = False
+    shards: bool = False
+    """Whether samples are read from shards."""
+    loading_processes: int = 0
     width: int = 5
     """The width of the hidden layer."""
     torch_version: str = ""
@@ -97,10 +102,18 @@ class Failure:
         self._script = script
         self._run = run
         self._times = script.times
+        self._last = -1
 
     def at(self, phase: str, step: ft.RunStep) -> None:
         script = self._script
-        if not script.fails or phase != script.phase or step != script.at or not self._times:
+        if not script.fails or phase != script.phase:
+            return
+        if script.at < 0:
+            # Once in each step.
+            if step == self._last or self._run.rank:
+                return
+            self._last = int(step)
+        elif step != script.at or not self._times:
             return
         self._times -= 1
         match script.fails:
@@ -121,6 +134,8 @@ class Failure:
 
 def main(script: Script, reports: Connection) -> None:
     torch.set_num_threads(1)
+    # No test fails by an exception that another rank's loss explains.
+    step_errors.EVIDENCE_TIMEOUT_S = step_errors.DEPARTURE_TIMEOUT_S = 0.5
     if script.torch_version:
         torch.__version__ = script.torch_version
     try:
@@ -167,7 +182,7 @@ def train(script: Script, reports: Connection) -> None:
                 }
             )
 
-        holds = script.holds
+        holds, rank = script.holds, -1
         for step in run.steps(script.total):
             with step:
                 if holds and step == 2:
@@ -189,8 +204,9 @@ def train(script: Script, reports: Connection) -> None:
                 scaler.update()
                 sched.step()
                 opt.zero_grad()
+            rank = run.rank
             reports.send({"step": int(step), "aborted": step.aborted, "size": run.world_size})
-    reports.send({"end": run.step, "values": values_of(model), "rate": sched.get_last_lr()[0]})
+    reports.send({"end": run.step, "rank": rank, "values": values_of(model), "rate": sched.get_last_lr()[0]})
 
 
 def backward(
