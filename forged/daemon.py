@@ -64,6 +64,7 @@ from forged.memory.service import MemoryService
 from forged.memory.settings import require_valid as require_valid_memory
 from forged.metrics.messages import REQUESTS as METRICS_REQUESTS
 from forged.metrics.service import MembersPort, MetricsService
+from forged.metrics.stacks import StackService
 from forged.net.server import Server
 from forged.net.tickets import SideConnections, TicketRegistry
 from forged.net.transport.connection import ConnectionLimits
@@ -197,6 +198,11 @@ class Daemon:
                 generation=self.elastic.generation,
                 registered=self.elastic.registered_workers,
             ),
+        )
+        self.stacks = StackService(
+            self.bus,
+            self.elastic.registered_rank,
+            lambda client, request, timeout_s: self.server.ask(client, request, timeout_s),
         )
         self.data = DataService(self.bus, clock, ports.compute, ports.log, limits=_shard_limits(config))
         self.audit = AuditService(self.bus, ports.log)

@@ -190,6 +190,7 @@ class BlockingClient(BlockingFacade[ForgedClient]):
     worker = blocking(ForgedClient.worker)
     cluster = blocking(ForgedClient.cluster)
     clusters = blocking(ForgedClient.clusters)
+    worker_stacks = blocking(ForgedClient.worker_stacks)
     read_training = blocking(ForgedClient.read_training)
     drain_worker = blocking(ForgedClient.drain_worker)
     evict_worker = blocking(ForgedClient.evict_worker)

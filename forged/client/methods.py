@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from forged.catalog.model import CheckpointMeta
     from forged.data.messages import AuditView, DataView, TransfersView, TransferTotals
     from forged.host.messages import SlotView
-    from forged.metrics.messages import TrainingView
+    from forged.metrics.messages import TrainingView, WorkerStacks
 
 R = TypeVar("R")
 
@@ -190,6 +190,12 @@ class DaemonMethods:
         from forged.metrics.messages import ReadTraining
 
         return await self.request(ReadTraining(job))
+
+    async def worker_stacks(self, job: str, worker_id: str) -> WorkerStacks:
+        """The Python stacks of all threads of a worker's process."""
+        from forged.metrics.messages import ReadStacks
+
+        return await self.request(ReadStacks(job, worker_id))
 
     async def pause_job(self, job: str, reason: str = WISH) -> ControlReply:
         """Pause training after the current step."""

@@ -18,6 +18,8 @@ NAME_CHARS_MAX = 64
 NAMES_MAX = 64
 """The logged values of a worker, by name."""
 
+STACKS_CHARS_MAX = 128 << 10
+
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_CHARS_MAX)]
 Values = Annotated[dict[Name, float], msgspec.Meta(max_length=NAMES_MAX)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
@@ -171,6 +173,24 @@ class ReadTraining(Request[TrainingView], frozen=True):
     job: str
 
 
+class WorkerStacks(msgspec.Struct, frozen=True):
+    """The Python stacks of all threads of a worker's process."""
+
+    text: Annotated[str, msgspec.Meta(max_length=STACKS_CHARS_MAX)]
+    """As `faulthandler` writes them, the current frame first; empty if they could not be had."""
+    reason: Annotated[str, msgspec.Meta(max_length=1000)] = ""
+    """Why they could not be had, or not all of them; empty otherwise."""
+
+
+class ReadStacks(Request[WorkerStacks], frozen=True):
+    """Show the Python stacks of a worker's process, also while it hangs in C code with the GIL held."""
+
+    decides: ClassVar[bool] = False
+
+    job: str
+    worker_id: str
+
+
 class JobMetrics(Signal, frozen=True):
     """A job's figures, for plugins; at most one a second, the newest replaces earlier ones."""
 
@@ -183,4 +203,4 @@ class JobMetrics(Signal, frozen=True):
     goodput: float | None
 
 
-REQUESTS = (ReportNonFinite, ReadTraining)
+REQUESTS = (ReportNonFinite, ReadTraining, ReadStacks)

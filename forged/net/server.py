@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import anyio
 
@@ -19,7 +20,7 @@ from forged.clock import Clock
 from forged.errors import ForgedError, PeerError, Unavailable
 from forged.kernel.bus import Bus
 from forged.kernel.journal import Journal
-from forged.kernel.messages import Record
+from forged.kernel.messages import Record, Request
 from forged.log import SILENT, Log
 from forged.net.admission import HANDSHAKES_MAX, ConnectionTable, holder_before_hello
 from forged.net.protocol.messages import Bye, Hello
@@ -30,6 +31,8 @@ from forged.net.transport.port import Address, Listener, Network, Peer
 from forged.net.turns import Turns
 from forged.rate_limit import RateLimit
 from forged.shares import Holder, Shares
+
+R = TypeVar("R")
 
 CONNECTIONS_MAX = 4096
 REQUESTS_MAX = 8192
@@ -193,6 +196,13 @@ class Server:
         self._by_client[session.client] = session
         for hook in self.on_client_connected:
             hook(session.client)
+
+    async def ask(self, client: bytes, request: Request[R], timeout_s: float) -> R:
+        """Send a request to a connected client and wait for its reply."""
+        session = self._by_client.get(client)
+        if session is None:
+            raise Unavailable("connection_lost", "this client is not connected", "retry when it has reconnected")
+        return await session.request(request, timeout_s)
 
     def left(self, session: Session) -> None:
         self.sessions.pop(session, None)

@@ -12,7 +12,7 @@ import contextlib
 import os
 import socket
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from time import monotonic
 from typing import Any
 
@@ -40,6 +40,7 @@ _SHAPES: dict[int, tuple[str, tuple[type, ...]]] = {
     REPLY: ("reply", (int, int, object)),
     FACTS: ("facts", (int, int, int, list)),
     GAP: ("gap", (int, int, int, int, str)),
+    REQUEST: ("request", (int, int, int, str, object)),
 }
 _HTTP = ("it speaks HTTP", "use the daemon's socket or a listen address")
 _FOREIGN = {
@@ -73,6 +74,8 @@ class PlainConnection:
         self.program = program
         self.agent = ""
         self.while_quiet: Callable[[], None] = lambda: None
+        self.served: Mapping[str, Callable[[Mapping[str, Any]], Mapping[str, Any]]] = {}
+        """What answers the daemon's requests, by method; it gets the fields and returns those of the reply."""
         self._token = token
         self._timeout_s = timeout_s
         self._deadline: float | None = None
@@ -201,8 +204,17 @@ class PlainConnection:
             raise self._failure(*([f"{one}" for one in message[2:6]] + [""] * 4)[:4])
         if message[0] == PING:
             self._send([PONG, *message[1:2]])
+        elif message[0] == REQUEST:
+            self._send(self._answer(message))
         elif message[0] == BYE:
             raise Unavailable("stopping", "the daemon is stopping", "try again when it is back")
+
+    def _answer(self, message: Message) -> Message:
+        _, number, _, method, fields = message[:5]
+        act = self.served.get(method)
+        if act is None or not isinstance(fields, dict):
+            return [FAILURE, number, "refused", "request_unknown", f"{self.program} does not answer {method}", ""]
+        return [REPLY, number, act(fields)]
 
     def _failure(self, kind: str, code: str, text: str, fix: str) -> ForgedError:
         upgrade = _which_to_upgrade(self.agent, self.program)

@@ -38,6 +38,7 @@ WITHOUT_INCARNATION = {
     "ShowWorker": "reads what every viewer of the job may see",
     "DrainWorker": "an operator may drain any worker",
     "EvictWorker": "an operator may evict any worker",
+    "ReadStacks": "an operator may read the stacks of any worker",
 }
 """The requests that name a worker and carry no incarnation, and why not."""
 

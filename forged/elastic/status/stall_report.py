@@ -215,7 +215,7 @@ def _stalled(job: JobState, stalled: Sequence[Member], now: float) -> Iterator[s
     missed = _in_meeting(list(job.membership.present()), [member.id for member in stalled])
     for member in stalled[:STALLED_SHOWN_MAX]:
         lasts = f"{member.id} stalled for {_seconds(now - member.progress_at)} after step {member.step}"
-        yield f"{lasts}, alive without progress{missed}: {_evict([member.id])} if it hangs"
+        yield f"{lasts}, alive without progress{missed}: {_stack(member.id)}, {_evict([member.id])} if it hangs"
     if len(stalled) > STALLED_SHOWN_MAX:
         yield f"{len(stalled) - STALLED_SHOWN_MAX} more stalled"
 
@@ -228,7 +228,7 @@ def _silent(silent: Sequence[Member], now: float) -> Iterator[str]:
             continue
         silent_s = now - max(member.seen_at, member.heard_at or 0.0)
         silence = f"no heartbeat from {member.id} for {_seconds(silent_s)}"
-        yield f"{silence}, but its process lives: suspended, or the GIL is held"
+        yield f"{silence}, but its process lives: suspended, or the GIL is held: {_stack(member.id)}"
     if len(silent) > STALLED_SHOWN_MAX:
         yield f"no heartbeat from {len(silent) - STALLED_SHOWN_MAX} more"
 
@@ -273,6 +273,11 @@ def _too_few(job: JobState, waiting: int, now: float) -> str:
     left_s = rescale_schedule.abort_at(job) - now
     deadline = f", otherwise the job is aborted in {_left(left_s)}" if left_s < math.inf else ""
     return f"{subject}: min_workers is {needed}{deadline}"
+
+
+def _stack(worker: str) -> str:
+    """The command that shows where a worker is."""
+    return f"`forgectl workers stack {worker}` shows where"
 
 
 def _evict(workers: Sequence[str]) -> str:

@@ -32,6 +32,7 @@ from forged.log import Log
 from forged.retry import Random, RetryPolicy
 from forged.worker.process.counters import Counters
 from forged.worker.process.forks import ForkGuard
+from forged.worker.process.stack_dump import StackDump
 
 REPLACING = RetryPolicy(attempts=None, delay_s=1.0, exponential=True, delay_max_s=60.0, jitter=0.5)
 """The pauses between replacements: a start costs as much as starting Python."""
@@ -61,6 +62,7 @@ class PulseProcess:
         incarnation: bytes,
         token: str | None,
         counters: Counters,
+        stacks: StackDump | None = None,
         *,
         interval_s: float = PULSE_INTERVAL_S,
     ) -> Self:
@@ -73,7 +75,8 @@ class PulseProcess:
             heard, control = os.pipe()
             try:
                 with _of_this_process() as (pidfd, stat):
-                    process = _run(heard, (pidfd, stat, counters.descriptor))
+                    shared = () if stacks is None else (stacks.descriptor, stacks.status)
+                    process = _run(heard, (pidfd, stat, counters.descriptor, *shared))
             except BaseException:
                 os.close(control)
                 raise
@@ -90,6 +93,7 @@ class PulseProcess:
                 "pidfd": pidfd,
                 "stat": stat,
                 "counters": counters.descriptor,
+                "stacks": (-1, -1, 0) if stacks is None else (stacks.descriptor, stacks.status, stacks.number),
             }
             pulse._order(msgpack.packb(orders))
         return pulse

@@ -20,7 +20,7 @@ import signal
 import struct
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import cycle
 from typing import Any
 
@@ -30,6 +30,7 @@ from forged.errors import ForgedError, RequestRefused
 from forged.plain_client.connection import PlainConnection
 from forged.retry import REJOINING
 from forged.worker.process.counters import Counters
+from forged.worker.process.stack_dump import STACKS_BYTES_MAX, handles
 
 CONTROL = 0
 ANSWER_S_MAX = 3.0
@@ -38,6 +39,9 @@ UNHEARD_S_MAX = 2.0
 """How long sent bytes may stay unacknowledged by the daemon's host."""
 REPORT_S_MAX = 60.0
 """How long an end is reported: a daemon that returns later learns of it by the reconnect grace."""
+STACKS_S_MAX = 1.0
+"""How long the worker's process may take to write its stacks."""
+STACKS_LOOK_S = 0.02
 EXIT_WAIT_S_MAX = 0.05
 """How long to wait for the exit status of a process that is ending."""
 
@@ -88,6 +92,14 @@ class WatchedWorker:
         """The CPU time of all threads of the worker."""
         fields = self._fields()
         return (int(fields[11]) + int(fields[12])) / TICKS_PER_S if fields else 0.0
+
+    def send_signal(self, number: int) -> None:
+        signal.pidfd_send_signal(self._pidfd, number)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal or a debugger has stopped the process."""
+        return self._fields()[:1] in ([b"T"], [b"t"])
 
     def _let_go(self) -> None:
         """The pipe is closed: the worker wants no pulse, has executed another program, or is just ending."""
@@ -140,6 +152,8 @@ class PulseReporter:
         self._sleep = sleep
         self._line: PlainConnection | None = None
         self._pauses = REJOINING.delays(_chance)
+        self._stacks: tuple[int, int, int] = orders.get("stacks", (-1, -1, 0))
+        """The memory for the worker's stacks, its open status file, and the signal that writes them; 0 for none."""
 
     def speak(self) -> None:
         """Report that the worker lives, and then its end; return early if the daemon refuses the worker."""
@@ -173,6 +187,40 @@ class PulseReporter:
                 line.process_incoming()
         self._pauses = REJOINING.delays(_chance)
 
+    def _dump_stacks(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Have the worker's process write its stacks, and read them."""
+        memory, status, number = self._stacks
+        if not number:
+            return {"text": "", "reason": "no signal was free for it in the worker's process"}
+        if self._worker.is_stopped:
+            return {"text": "", "reason": "the worker's process is stopped by a signal or a debugger"}
+        if not handles(status, number):
+            return {"text": "", "reason": f"the worker's process has given up its handler of signal {number}"}
+        os.ftruncate(memory, 0)
+        # The position is shared with the worker, which writes from there.
+        os.lseek(memory, 0, os.SEEK_SET)
+        try:
+            self._worker.send_signal(number)
+        except OSError as error:
+            return {"text": "", "reason": f"the worker's process could not be signalled: {error.strerror}"}
+        size = self._written_size(memory)
+        text = os.pread(memory, STACKS_BYTES_MAX, 0).decode(errors="replace")
+        if not size:
+            said = f"the worker's process has written nothing within {STACKS_S_MAX:g} s; it may wait for a device"
+            return {"text": "", "reason": said}
+        is_cut = size > STACKS_BYTES_MAX
+        return {"text": text, "reason": f"cut after {STACKS_BYTES_MAX} of {size} bytes" if is_cut else ""}
+
+    def _written_size(self, memory: int) -> int:
+        """How much was written, once nothing more comes."""
+        give_up_at, size = self._now() + STACKS_S_MAX, 0
+        while self._now() < give_up_at:
+            self._sleep(STACKS_LOOK_S)
+            before, size = size, os.fstat(memory).st_size
+            if size and size == before:
+                break
+        return size
+
     def _report(self, request: str, **what: Any) -> None:
         give_up_at = self._now() + REPORT_S_MAX
         self._pauses = REJOINING.delays(_chance)
@@ -190,6 +238,7 @@ class PulseReporter:
     def _connect(self) -> PlainConnection:
         self._line = PlainConnection(next(self._endpoints), self._token, ANSWER_S_MAX, program="forged-pulse")
         self._line.set_user_timeout(UNHEARD_S_MAX)
+        self._line.served = {"DumpStacks": self._dump_stacks}
         # Data that arrived together with the welcome would not make the socket readable again.
         self._line.process_incoming()
         return self._line

@@ -22,6 +22,7 @@ from forged.worker.process.counters import Counters
 from forged.worker.process.forks import ForkGuard
 from forged.worker.process.pulse import PulseKeeper, PulseProcess
 from forged.worker.process.sigterm import heeding_sigterm
+from forged.worker.process.stack_dump import StackDump
 
 
 class WorkerProcess(Protocol):
@@ -64,6 +65,7 @@ class OwnProcess:
         self.heart: PulseKeeper | None = None
         """Keeps a pulse running; None while the worker has none."""
         self._counters: Counters | None = None
+        self._stacks: StackDump | None = None
         self._guard: ForkGuard | None = None
         self._log = log
 
@@ -81,6 +83,7 @@ class OwnProcess:
     ) -> Iterator[Counters]:
         with ExitStack() as stack:
             counters = self._counters = stack.enter_context(closing(Counters.create()))
+            self._stacks = stack.enter_context(closing(StackDump.create()))
             # The worker may die until it has left, so the pulse ends last.
             stack.callback(self._end_pulse)
             self._guard = ForkGuard(descriptors)
@@ -94,7 +97,7 @@ class OwnProcess:
         counters = self._counters
         assert counters is not None
 
-        start = partial(PulseProcess.start, endpoints, job, worker_id, incarnation, token, counters)
+        start = partial(PulseProcess.start, endpoints, job, worker_id, incarnation, token, counters, self._stacks)
         self.heart = PulseKeeper(start, SystemClock(), SystemRandom().random, self._log)
 
     def look_after_pulse(self) -> None:

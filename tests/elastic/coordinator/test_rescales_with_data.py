@@ -171,7 +171,8 @@ class TestBackgroundRescale:
         assert describe_stall(book.coordinator, book.time) == (
             "attempt 2 waits for a, b to receive training data while training continues "
             "(10 s so far, a, b will fail in 50 s if nothing changes); "
-            "b stalled for 10 s after step 0, alive without progress: `forgectl workers evict b` if it hangs"
+            "b stalled for 10 s after step 0, alive without progress: `forgectl workers stack b` shows where, "
+            "`forgectl workers evict b` if it hangs"
         )
 
     def test_takes_no_word_that_a_worker_has_stopped(self) -> None:

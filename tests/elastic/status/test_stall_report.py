@@ -43,7 +43,8 @@ def test_worker_that_is_stalled_is_named_with_how_long_and_where() -> None:
     book.heartbeat("a", collective_seq=5_001)
     book.wait(12.0, still=True)
     assert said(book) == (
-        "s1 stalled for 12 s after step 73, alive without progress: `forgectl workers evict s1` if it hangs"
+        "s1 stalled for 12 s after step 73, alive without progress: `forgectl workers stack s1` shows where, "
+        "`forgectl workers evict s1` if it hangs"
     )
 
 
@@ -59,7 +60,8 @@ def test_worker_that_is_blocked_is_named_long_before_it_is_stalled() -> None:
     assert said(book) == "", "a heartbeat may be late"
     hold_up(book, "b", 3.0)
     assert said(book) == (
-        "no step for 8 s; no heartbeat from b for 8 s, but its process lives: suspended, or the GIL is held"
+        "no step for 8 s; no heartbeat from b for 8 s, but its process lives: suspended, or the GIL is held: "
+        "`forgectl workers stack b` shows where"
     )
     book.heartbeat("b", collective_seq=1)
     assert said(book) == ""
@@ -98,7 +100,7 @@ def test_meeting_to_which_a_stalled_or_late_worker_has_not_come_is_named() -> No
     book.heartbeat("a", step=73, collective_seq=5_000_000_001, meeting="backward")
     assert said(book) == (
         "s1 stalled for 24 s after step 73, alive without progress, not come to meeting 'backward':"
-        " `forgectl workers evict s1` if it hangs"
+        " `forgectl workers stack s1` shows where, `forgectl workers evict s1` if it hangs"
     )
 
 

@@ -13,7 +13,7 @@ from forged.cli.forgectl.answers import UNTRAINED, Row, rank
 from forged.cli.forgectl.connection import DaemonConnection
 from forged.cli.forgectl.output import answer
 from forged.cli.forgectl.parser import Options, Parser, add_reason, positional, verb, verbs_of
-from forged.cli.process import EXIT_OK
+from forged.cli.process import EXIT_FAILED, EXIT_OK, plain
 from forged.errors import RequestRefused
 from forged.plain_client.connection import PlainConnection
 
@@ -40,6 +40,7 @@ def fill(workers: Parser) -> None:
     _of_worker(verb(verbs, "show", _show, "show a worker"))
     add_reason(_of_worker(verb(verbs, "drain", _drain, "let a worker finish its current step and leave")))
     add_reason(_of_worker(verb(verbs, "evict", _evict, "treat a worker as failed")))
+    _of_worker(verb(verbs, "stack", _stack, "show the Python stacks of a worker's process, also if it hangs"))
 
 
 def _of_worker(parser: Parser) -> Parser:
@@ -91,6 +92,22 @@ def _drain(options: Options) -> int:
 
 def _evict(options: Options) -> int:
     return _remove(options, "EvictWorker", "evicted {worker} (job {job})")
+
+
+def _stack(options: Options) -> int:
+    with DaemonConnection(options) as daemon:
+        job = _named_job(options) or _find(daemon, options)[0]
+        stacks = answers.one(daemon, "ReadStacks", job=job, worker_id=options.worker)
+    answer(options, {"job": job, "id": options.worker, **stacks}, lambda: _print_stacks(stacks))
+    return EXIT_OK if stacks.get("text") else EXIT_FAILED
+
+
+def _print_stacks(stacks: Row) -> None:
+    text, reason = stacks.get("text"), stacks.get("reason")
+    for line in text.splitlines() if isinstance(text, str) else ():
+        print(plain(line))
+    if reason:
+        print(f"{'note' if text else 'no stacks'}: {tables.field('', reason)}")
 
 
 def _remove(options: Options, method: str, done: str) -> int:
