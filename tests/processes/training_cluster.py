@@ -36,6 +36,7 @@ SCRIPTS = (
     "tests.processes.worker_script",
     "tests.processes.async_worker_script",
     "tests.processes.data_worker_script",
+    "tests.processes.group_worker_script",
     "tests.processes.staging_script",
 )
 CLUSTER_VARIABLE = "FORGEDS_CLUSTER"

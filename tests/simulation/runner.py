@@ -20,6 +20,7 @@ from tests.simulation.catalog import simulation as catalog
 from tests.simulation.daemon import mutants as daemon_mutants
 from tests.simulation.daemon import simulation as daemon
 from tests.simulation.data import mutants as data_mutants
+from tests.simulation.elastic import group_mutants
 from tests.simulation.elastic import mutants as elastic_mutants
 from tests.simulation.elastic import simulation as elastic
 from tests.simulation.memory import mutants as memory_mutants
@@ -34,6 +35,7 @@ ELASTIC_MUTANTS = {**elastic_mutants.MUTANTS, **data_mutants.MUTANTS}
 MUTANTS = {
     **daemon_mutants.MUTANTS,
     **ELASTIC_MUTANTS,
+    **group_mutants.MUTANTS,
     **catalog_mutants.MUTANTS,
     **registry_mutants.MUTANTS,
     **memory_mutants.MUTANTS,
@@ -91,6 +93,8 @@ def kinds_for(mutant: str | None) -> tuple[Kind, ...]:
     """The kinds in which the mutant has an effect; all kinds without a mutant."""
     if mutant is None:
         return tuple(Kind)
+    if mutant in group_mutants.MUTANTS:
+        return (Kind.GROUPS,)
     if mutant in catalog_mutants.MUTANTS:
         return (Kind.CATALOG,)
     if mutant in registry_mutants.MUTANTS:
