@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 from copy import copy
 from functools import partial
+from importlib import import_module
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, ParamSpec, Self, TypeVar
 
@@ -180,6 +181,9 @@ class LoopThread:
     # In the loop's thread.
 
     def _run_loop(self) -> None:
+        with contextlib.suppress(ModuleNotFoundError):
+            # anyio asks it where it is installed, and it finds asyncio in tasks only, not in callbacks.
+            import_module("sniffio").thread_local.name = "asyncio"
         try:
             with asyncio.Runner(loop_factory=lambda: self._loop):
                 while not self._life.done():

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import os
 import selectors
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -22,6 +25,7 @@ from forged.blocking.loop_thread import LoopThread
 from forged.errors import RequestRefused, Unavailable
 from tests.worker.process.test_forks import in_a_child
 
+ROOT = Path(__file__).parents[2]
 PATIENCE_S = 20.0
 ROUNDS = 300
 SHORTEST_S = 1e-5
@@ -474,3 +478,37 @@ class TestSignals:
         (thread,) = (thread for thread in threading.enumerate() if thread.name == NAME)
         thread.join(PATIENCE_S)
         assert not thread.is_alive()
+
+
+SNIFFIO = """
+import asyncio, contextvars, threading
+class AsyncLibraryNotFoundError(RuntimeError): pass
+class ThreadLocal(threading.local): name = None
+thread_local = ThreadLocal()
+current_async_library_cvar = contextvars.ContextVar("library", default=None)
+def current_async_library():
+    if thread_local.name is not None:
+        return thread_local.name
+    try:
+        if asyncio.current_task() is not None:
+            return "asyncio"
+    except RuntimeError: pass
+    raise AsyncLibraryNotFoundError
+"""
+CALL = """
+from forged.blocking.loop_thread import LoopThread
+from forged.errors import Unavailable
+async def echo(): return "answered"
+with LoopThread("a loop", Unavailable("gone", "it is gone")) as loop:
+    print(loop.run(echo))
+"""
+
+
+def test_calls_are_answered_where_sniffio_is_installed(tmp_path: Path) -> None:
+    # It sees asyncio in tasks only, and anyio asks it.
+    (tmp_path / "sniffio.py").write_text(SNIFFIO)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    done = subprocess.run(
+        [sys.executable, "-c", CALL], env=environment, capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert done.stdout == "answered\n", done.stderr
