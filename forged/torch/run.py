@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
-import os
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self
@@ -35,9 +34,7 @@ from forged.torch.loader import Loader, Shards, indexed
 from forged.torch.run_step import RunStep, StepHooks
 from forged.torch.state import State
 from forged.worker.blocking import Training
-from forged.worker.worker import JOB
 
-ENDPOINT_VARIABLE = "FORGED_ENDPOINT"
 OnWorld = Callable[[ClusterTopology], object]
 
 
@@ -282,7 +279,7 @@ class Run:
 
 def join(
     *endpoints: str,
-    job: str = JOB,
+    job: str | None = None,
     state: State | Mapping[str, Any],
     checkpoints: Checkpoints | None = None,
     backend: str = GLOO,
@@ -294,13 +291,13 @@ def join(
 ) -> Run:
     """Take part in the training of a job; a context manager.
 
-    Without `endpoints` they are those in `$FORGED_ENDPOINT`, separated by commas, and without `token` it is that in
-    `$FORGED_TOKEN`. `backend` is `gloo` or `nccl`. No collective of torch may take longer than `timeout`. `options` are
-    further ones of `forged.join`.
+    Without endpoints, `token` or `job`, those of `$FORGED_ENDPOINT`, `$FORGED_TOKEN` and `$FORGED_JOB` are used.
+    `backend` is `gloo` or `nccl`. No collective of torch may take longer than `timeout`. `options` are further ones of
+    `forged.join`.
     """
     state = state if isinstance(state, State) else State(**state)
     worker = forged.join(
-        *(endpoints or _endpoints()),
+        *endpoints,
         job=job,
         state={"agreement": Agreement(state, backend), "state": state},
         config=config,
@@ -309,8 +306,3 @@ def join(
         **options,
     )
     return Run(worker, state, checkpoints, backend, timeout)
-
-
-def _endpoints() -> list[str]:
-    """The endpoints of the environment; without any, the client has its default."""
-    return [one.strip() for one in os.environ.get(ENDPOINT_VARIABLE, "").split(",") if one.strip()]

@@ -12,15 +12,15 @@ from types import TracebackType
 from typing import Self
 
 SCRIPT = str(Path(__file__).parent / "train_script.py")
-ENDS_WITHIN_S = 120.0
+ENDS_WITHIN_S = 200.0
 
 
-class LaunchProcess:
-    """Its process; output and errors in one stream. Killed at the end of the block."""
+class OutputProcess:
+    """A process, with output and errors in one stream. Killed at the end of the block."""
 
-    def __init__(self, *words: str, **environment: str) -> None:
+    def __init__(self, *command: str, **environment: str) -> None:
         self.lines: list[str] = []
-        self._command = [sys.executable, "-m", "forged.cli.forged", "launch", *words]
+        self._command = command
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("FORGED_")}
         self._environment = inherited | environment
 
@@ -46,7 +46,7 @@ class LaunchProcess:
                 found.append(match)
                 if len(found) == times:
                     return found
-        raise AssertionError(f"the launch has ended without {pattern!r}: {self.lines}")
+        raise AssertionError(f"the process has ended without {pattern!r}: {self.lines}")
 
     def end(self, number: signal.Signals | None = None) -> int:
         """Send a signal if one is named, and wait for the end; returns the exit code."""
@@ -55,6 +55,13 @@ class LaunchProcess:
         assert self.process.stdout is not None
         self.lines += [line.rstrip("\n") for line in self.process.stdout]
         return self.process.wait(ENDS_WITHIN_S)
+
+
+class LaunchProcess(OutputProcess):
+    """A launch."""
+
+    def __init__(self, *words: str, **environment: str) -> None:
+        super().__init__(sys.executable, "-m", "forged.cli.forged", "launch", *words, **environment)
 
 
 def run(*words: str, **environment: str) -> tuple[int, list[str]]:
