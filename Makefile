@@ -67,18 +67,19 @@ bench: $(READY)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'
 	$(BIN)/python -m benchmarks
 
-# torch and torchft are large, and nothing of forged needs them: they have an environment of their own.
+# torch and torchft are large, and only forged.torch needs torch: they have an environment of their own, with forged.
 $(PEERS_READY): $(READY) constraints.txt
 	$(PYTHON) -m venv $(PEERS)
-	$(PEERS)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt numpy torch==2.13.0 torchft==0.2.0
+	$(PEERS)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable . torch==2.13.0 torchft==0.2.0
 	touch $@
 
-# Measure elastic training against torchrun and torchft, and checkpoints against torch's. `make bench` does so too once
+# Measure elastic training against torchrun and torchft, forged.torch, and checkpoints against torch's. `make bench` does so too once
 # this has run.
 bench-torch: $(PEERS_READY)
 	$(BIN)/python -m benchmarks.recovery
 	$(BIN)/python -m benchmarks.join
 	for which in save stall load reshard small; do $(BIN)/python -m benchmarks.ckpt_$$which || exit; done
+	for which in recovery overhead join state ckpt; do $(BIN)/python -m benchmarks.torch_$$which || exit; done
 
 # Long runs: thousands of kills and seeds, what the tests try a share of, whole, and an attack by one job's token.
 soak: $(READY)

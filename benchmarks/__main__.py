@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import hosts
+from benchmarks import hosts, torch_training
 
 BENCHMARKS = (
     "bus",
@@ -45,7 +45,9 @@ BENCHMARKS = (
 )
 WITH_HOSTS = ("gone_host",)
 """Benchmarks that need network namespaces and so root; left out on machines without them."""
-ALL = (*BENCHMARKS, *WITH_HOSTS)
+WITH_TORCH = ("torch_recovery", "torch_overhead", "torch_join", "torch_state", "torch_ckpt")
+"""Benchmarks of `forged.torch`, which need the environment that `make bench-torch` makes; left out without it."""
+ALL = (*BENCHMARKS, *WITH_TORCH, *WITH_HOSTS)
 RESULTS = Path(__file__).parent / "RESULTS.md"
 HEADER = """# Results
 
@@ -99,12 +101,14 @@ def main() -> None:
     options = parser.parse_args()
     if unknown := [name for name in options.only if name not in ALL]:
         parser.error(f"unknown benchmark {unknown[0]!r}; known: {', '.join(ALL)}")
-    why = hosts.why_not()
-    if why:
-        sys.stderr.write(f"skipped {', '.join(WITH_HOSTS)}: {why}\n")
+    skipped: set[str] = set()
+    for names, why in ((WITH_TORCH, torch_training.why_not()), (WITH_HOSTS, hosts.why_not())):
+        if why:
+            sys.stderr.write(f"skipped {', '.join(names)}: {why}\n")
+            skipped.update(names)
     rows: dict[str, list[str]] = {}
     for name in ALL:
-        if name in (options.only or ALL) and not (why and name in WITH_HOSTS):
+        if name in (options.only or ALL) and name not in skipped:
             rows[name] = _measured(name, quick=options.quick)
             sys.stdout.writelines(rows[name])
             sys.stdout.flush()

@@ -20,6 +20,8 @@ from benchmarks.ckpt_workload import Workload
 
 PEERS = Path(sys.prefix) / "peers" / "bin" / "python"
 OURS, TORCH = "benchmarks.ckpt_forged", "benchmarks.ckpt_torch"
+WITH_TORCH = (TORCH, "benchmarks.torch_")
+"""The modules of processes that run in the peers' environment."""
 END_S = 60.0
 
 
@@ -27,7 +29,7 @@ class MeasuredProcess:
     """A process that runs a module with `benchmarks.ckpt_server`."""
 
     def __init__(self, module: str, arguments: Sequence[str]) -> None:
-        is_torch = module.startswith(TORCH)
+        is_torch = module.startswith(WITH_TORCH)
         python = PEERS if is_torch else Path(sys.executable)
         self._what = " ".join([module, *arguments])
         self._process = subprocess.Popen(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -39,16 +39,21 @@ LIGHTHOUSE = ("--min_replicas=1", "--join_timeout_ms=100", "--heartbeat_timeout_
 class Torchrun(TrainingCluster):
     """Four agents of one process each; three suffice. Agent and process are killed together."""
 
+    nodes = "3:4"
+    joins_when_told = False
+    worker: Sequence[str] = (str(HERE / "torchrun_worker.py"),)
+    """What torchrun starts: a script, or `-m` and a module, and its arguments."""
+
     def open(self) -> None:
         self._port = int(self._serve(str(PEERS / "python"), str(HERE / "torchrun_store.py")))
 
     def worker_process(self, name: str) -> TrainingProcess:
         settings = ",".join(f"{key}={value}" for key, value in RENDEZVOUS.items())
         command = [
-            *(str(PEERS / "torchrun"), "--nnodes=3:4", "--nproc-per-node=1", "--rdzv-backend=c10d"),
+            *(str(PEERS / "torchrun"), f"--nnodes={self.nodes}", "--nproc-per-node=1", "--rdzv-backend=c10d"),
             *(f"--rdzv-endpoint={HOST}:{self._port}", "--rdzv-id=benchmark", f"--rdzv-conf={settings}"),
             *("--monitor-interval=0.1", "--max-restarts=1000000", f"--local-addr={HOST}"),
-            str(HERE / "torchrun_worker.py"),
+            *self.worker,
         ]
         # Without the first variable torchrun does not recover; the second is where its logs go.
         environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TMPDIR": str(self.directory)}
@@ -58,6 +63,8 @@ class Torchrun(TrainingCluster):
 class Torchft(TrainingCluster):
     """Four replica groups of one process each, and a lighthouse."""
 
+    worker: Sequence[str] = (str(HERE / "torchft_worker.py"),)
+
     def open(self) -> None:
         self._port = _free_port()
         command = [str(PEERS / "torchft_lighthouse"), f"--bind={HOST}:{self._port}", *LIGHTHOUSE]
@@ -66,7 +73,7 @@ class Torchft(TrainingCluster):
         )
 
     def worker_process(self, name: str) -> TrainingProcess:
-        command = [str(PEERS / "python"), str(HERE / "torchft_worker.py"), f"http://{HOST}:{self._port}", name]
+        command = [str(PEERS / "python"), *self.worker, f"http://{HOST}:{self._port}", name]
         return TrainingProcess(command, self.directory / f"{name}.log")
 
 
@@ -85,6 +92,7 @@ PROGRAMS = {"torchft": "torchft_lighthouse", "torchrun": "torchrun"}
 class Comparison(Generic[T]):
     """The results of the clusters, and why some have none."""
 
+    clusters: Mapping[str, type[TrainingCluster]] = field(default_factory=lambda: CLUSTERS)
     results: dict[str, list[T]] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
 
@@ -102,7 +110,7 @@ class Comparison(Generic[T]):
 
     def _take_turn(self, name: str, turn: Callable[[str, TrainingCluster], list[T]]) -> None:
         try:
-            with CLUSTERS[name]() as cluster:
+            with self.clusters[name]() as cluster:
                 self.results.setdefault(name, []).extend(turn(name, cluster))
         except RuntimeError as error:
             if name == "ours":

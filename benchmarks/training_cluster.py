@@ -2,7 +2,7 @@
 
 Invariants:
 - All clusters are measured by the same loop and the same output: each process writes `ready PID` when it can begin,
-  waits for a line, and writes `step generation world seconds` for each committed step.
+  waits for a line, and writes `step generation world seconds [rank]` for each committed step.
 - A cluster is whole when all its processes step in one world that contains all of them.
 - Clusters take turns and never train at the same time.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,7 +28,7 @@ from typing import NamedTuple, Self
 from forged.client import BlockingClient
 
 WORKERS = 4
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 LOOK_INTERVAL_S = 0.001
 LOG_CHARS_MAX = 200
 HOST = "127.0.0.1"
@@ -40,6 +41,7 @@ class Stepped(NamedTuple):
     generation: int
     world: int
     at: float
+    rank: int = -1
 
 
 class TrainingProcess:
@@ -70,6 +72,11 @@ class TrainingProcess:
     def world(self) -> int:
         """The size of the world of its latest step."""
         return self.steps[-1].world if self.steps else 0
+
+    @property
+    def rank(self) -> int:
+        """Its rank in its latest step; -1 if it does not tell."""
+        return self.steps[-1].rank if self.steps else -1
 
     def wait_until_ready(self) -> None:
         """Wait until it can begin."""
@@ -102,6 +109,29 @@ class TrainingProcess:
         """The longest time between two of its steps."""
         times = [step.at for step in self.steps if since <= step.at <= until]
         return max((after - before for before, after in pairwise(times)), default=0.0)
+
+    def wait_for_steps(self, count: int) -> None:
+        """Wait until it has reported so many steps."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while len(self.steps) < count:
+            if time.monotonic() > deadline:
+                raise self.failure(f"made no {count} steps")
+            time.sleep(LOOK_INTERVAL_S)
+
+    def longest_step_s(self, since: float) -> float:
+        """The longest of its steps that ended later than `since`."""
+        return max(after.at - before.at for before, after in pairwise(self.steps) if after.at > since)
+
+    def median_step_s(self, until: float, count: int) -> float:
+        """The median of its last `count` steps before `until`."""
+        times = [step.at for step in self.steps if step.at <= until][-count - 1 :]
+        return statistics.median(after - before for before, after in pairwise(times))
+
+    def terminate(self) -> float:
+        """Tell it by SIGTERM to end, or the agent that started it; returns the time."""
+        at = time.monotonic()
+        self._process.terminate()
+        return at
 
     def kill(self) -> float:
         """Kill the training process with -9, and the agent that started it if there is one; returns the time."""
@@ -138,12 +168,17 @@ class TrainingProcess:
                 self._pids.append(int(rest[0]))
                 self._is_ready.set()
             else:
-                generation, world, at = rest
-                self.steps.append(Stepped(int(first), int(generation), int(world), float(at)))
+                generation, world, at, *rank = rest
+                self.steps.append(Stepped(int(first), int(generation), int(world), float(at), *map(int, rank)))
 
 
 class TrainingCluster(ABC):
     """A cluster of training processes; a context manager that starts it and waits until it is whole."""
+
+    size = WORKERS
+    """How many processes are started first."""
+    joins_when_told = True
+    """Whether a started process waits for a line before it joins; else it joins at once."""
 
     def __init__(self) -> None:
         self._place = tempfile.TemporaryDirectory()
@@ -164,7 +199,7 @@ class TrainingCluster(ABC):
     def __enter__(self) -> Self:
         try:
             self.open()
-            joiners = [self.start() for _ in range(WORKERS)]
+            joiners = [self.start() for _ in range(self.size)]
             for joiner in joiners:
                 self.start_training(joiner)
             self.wait_until_whole()
@@ -233,6 +268,10 @@ class TrainingCluster(ABC):
 class ForgedCluster(TrainingCluster):
     """A forged daemon and its workers."""
 
+    worker: Sequence[str] = (sys.executable, "-m", "benchmarks.forged_worker")
+    """The command of a worker, which gets ENDPOINT and NAME as arguments, and then `arguments`."""
+    arguments: Sequence[str] = ()
+
     def open(self) -> None:
         socket = self.directory / "s"
         command = [str(Path(sys.executable).parent / "forged"), "run", "--data-dir", f"{self.directory}/data"]
@@ -241,10 +280,10 @@ class ForgedCluster(TrainingCluster):
         if "ready" not in line:
             raise RuntimeError(f"the daemon of this benchmark did not start: {line}")
         with BlockingClient(f"unix://{socket}") as client:
-            (self._endpoint,) = client.status().listen
+            (self.endpoint,) = client.status().listen
 
     def worker_process(self, name: str) -> TrainingProcess:
-        command = [sys.executable, "-m", "benchmarks.forged_worker", self._endpoint, name]
+        command = [*self.worker, self.endpoint, name, *self.arguments]
         return TrainingProcess(command, self.directory / f"{name}.log")
 
 

@@ -8,13 +8,17 @@ import sys
 
 import pytest
 
-from benchmarks.__main__ import BENCHMARKS, replaced
+from benchmarks import torch_training
+from benchmarks.__main__ import BENCHMARKS, WITH_TORCH, replaced
 from benchmarks.harness import Figure, interleaved
 
 KEYS = {"name", "unit", "ours", "reference", "ratio", "aim", "met"}
 
 
-@pytest.mark.parametrize("name", BENCHMARKS)
+needs_torch = pytest.mark.skipif(bool(torch_training.why_not()), reason=torch_training.why_not())
+
+
+@pytest.mark.parametrize("name", [*BENCHMARKS, *(pytest.param(name, marks=needs_torch) for name in WITH_TORCH)])
 def test_a_benchmark_prints_one_object_with_its_figures(name: str) -> None:
     command = [sys.executable, "-m", f"benchmarks.{name}", "--json", "--quick"]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -22,34 +22,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import forged.checkpoint as fc
 import forged.torch as ft
+from benchmarks.group_ranks import GroupRanks
 from forged.worker.state_transfer.encoding import Arriving, pack
 
 PLAIN, FSDP, HSDP, TENSOR_PARALLEL = "plain", "fsdp", "hsdp", "tp"
 WORLD = 4
 
 
-class GlooRanks:
-    """The ranks of a process group, as `ranks=` of a save or load."""
-
-    def __init__(self, group: Any = None) -> None:
-        self.group = dist.group.WORLD if group is None else group
-        self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
-
-    def barrier(self) -> None:
-        dist.barrier(self.group)
-
-    def gather(self, value: Any, root: int = 0) -> list[Any] | None:
-        found: list[Any] | None = [None] * self.world_size if self.rank == root else None
-        dist.gather_object(value, found, group=self.group, group_dst=root)
-        return found
-
-    def broadcast(self, value: Any, root: int = 0) -> Any:
-        box = [value]
-        dist.broadcast_object_list(box, group=self.group, group_src=root)
-        return box[0]
-
-
-def build(layout: str, ranks: GlooRanks | None) -> tuple[torch.nn.Sequential, torch.optim.Optimizer]:
+def build(layout: str, ranks: GroupRanks | None) -> tuple[torch.nn.Sequential, torch.optim.Optimizer]:
     """A model with shapes that no number of ranks divides, but for tensor parallelism."""
     width = 16 if layout == TENSOR_PARALLEL else 33
     model = torch.nn.Sequential(
@@ -61,7 +41,7 @@ def build(layout: str, ranks: GlooRanks | None) -> tuple[torch.nn.Sequential, to
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def _shard(model: torch.nn.Sequential, layout: str, ranks: GlooRanks) -> None:
+def _shard(model: torch.nn.Sequential, layout: str, ranks: GroupRanks) -> None:
     mesh = DeviceMesh.from_group(ranks.group, "cpu")
     if layout != FSDP:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -95,7 +75,7 @@ def digest(tensor: torch.Tensor) -> str:
     return f"{tuple(whole.shape)} {hashlib.sha256(ft.array_of(whole).tobytes()).hexdigest()}"
 
 
-def saved(layout: str, folder: Path, ranks: GlooRanks) -> dict[str, str]:
+def saved(layout: str, folder: Path, ranks: GroupRanks) -> dict[str, str]:
     """Train and save; returns the digests of what was saved."""
     torch.manual_seed(0)
     model, opt = build(layout, ranks)
@@ -104,7 +84,7 @@ def saved(layout: str, folder: Path, ranks: GlooRanks) -> dict[str, str]:
     return digests(model, opt)
 
 
-def loaded(layout: str, folder: Path, name: str, ranks: GlooRanks | None) -> dict[str, str]:
+def loaded(layout: str, folder: Path, name: str, ranks: GroupRanks | None) -> dict[str, str]:
     """Load into a model and an optimizer that has made no step, which then makes one."""
     torch.manual_seed(7)
     model, opt = build(layout, ranks)
@@ -114,7 +94,7 @@ def loaded(layout: str, folder: Path, name: str, ranks: GlooRanks | None) -> dic
     return found
 
 
-def transferred(layout: str, ranks: GlooRanks) -> tuple[dict[str, str], dict[str, str]]:
+def transferred(layout: str, ranks: GroupRanks) -> tuple[dict[str, str], dict[str, str]]:
     """Send each rank's state to another model of the same rank; returns the digests of both."""
     torch.manual_seed(7)
     (model, opt), (other, other_opt) = build(layout, ranks), build(layout, ranks)
@@ -131,14 +111,14 @@ def run(rank: int, folder: Path) -> dict[str, Any]:
     """All that the tests look at, in one group of processes, because each import of torch takes seconds."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", WORLD), rank=rank, world_size=WORLD)
-    everybody, three = GlooRanks(), dist.new_group([0, 1, 2])
+    everybody, three = GroupRanks(), dist.new_group([0, 1, 2])
     found: dict[str, Any] = {}
     for layout in (FSDP, HSDP, TENSOR_PARALLEL):
         found[f"{layout} saved"] = saved(layout, folder, everybody)
         found[f"{layout} loaded"] = loaded(layout, folder, layout, everybody)
         found[f"{layout} transferred"] = transferred(layout, everybody)
     if rank < 3:
-        found["fsdp loaded by three"] = loaded(FSDP, folder, FSDP, GlooRanks(three))
+        found["fsdp loaded by three"] = loaded(FSDP, folder, FSDP, GroupRanks(three))
     if rank == 0:
         for layout in (FSDP, HSDP):
             found[f"{layout} loaded by one"] = loaded(PLAIN, folder, layout, None)
