@@ -12,7 +12,7 @@ from forged.client import ForgedClient
 from forged.elastic.messages import ClusterView, ShowCluster
 from forged.elastic.model import WorkerStatus
 from forged.elastic.phases import OVER, Phase
-from forged.errors import ForgedError, RequestRefused, Unavailable
+from forged.errors import ForgedError
 
 REPLY_TIMEOUT_S = 2.0
 """The launcher goes on without an answer: training needs none."""
@@ -85,17 +85,14 @@ class LaunchedJob:
         is_complete = view.phase is not Phase.FORMING or view.joining >= expected
         if not (self._may_rescale and view.joining and view.rescale is None and not view.paused and is_complete):
             return
-        workers = await self._client.workers(self.name)
-        here = [worker for worker in workers if _group_of(worker.pid) in groups]
-        if len(here) < len(groups) or all(worker.status is not WorkerStatus.JOINING for worker in here):
-            return
         try:
-            await self._client.rescale_job(self.name, "all workers of the launch have joined")
-        except RequestRefused as refusal:
+            workers = await self._client.workers(self.name)
+            here = [worker for worker in workers if _group_of(worker.pid) in groups]
+            if len(here) == len(groups) and any(worker.status is WorkerStatus.JOINING for worker in here):
+                await self._client.rescale_job(self.name, "all workers of the launch have joined")
+        except ForgedError as error:
             # With the token of a worker, the world starts after the stability window.
-            self._may_rescale = refusal.code != "forbidden"
-        except Unavailable:
-            return
+            self._may_rescale = error.code != "forbidden"
 
 
 def _applies(policy: JobRestart, phase: Phase) -> bool:

@@ -40,6 +40,24 @@ async def launch(
     plan: LaunchPlan, daemon: DaemonChoice, restart_job: JobRestart, log_dir: Path | None, console: Console
 ) -> LaunchResult:
     """Run the workers to their end."""
+    try:
+        return await _launch_with_daemon(plan, daemon, restart_job, log_dir, console)
+    except BaseExceptionGroup as group:
+        # The tasks that keep the daemon and the workers wrap the error of one of them.
+        errors, others = group.split(ForgedError)
+        if errors is None or others is not None:
+            raise
+        raise _first(errors) from None
+
+
+def _first(group: BaseExceptionGroup[ForgedError]) -> ForgedError:
+    error = group.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error
+
+
+async def _launch_with_daemon(
+    plan: LaunchPlan, daemon: DaemonChoice, restart_job: JobRestart, log_dir: Path | None, console: Console
+) -> LaunchResult:
     temporary = None
     if not daemon.endpoints and daemon.directory is None:
         temporary = Path(tempfile.mkdtemp(prefix="forged-launch-"))

@@ -249,7 +249,9 @@ class Launcher:
         restarts = sum(slot.restarts for slot in self._slots)
         tail = f", {restarts} restart{'s' if restarts > 1 else ''}" if restarts else ""
         if view is None:
-            return f"{len(self._groups())} workers start{tail}"
+            return f"{self.plan.workers} workers start{tail}"
+        if view.phase is Phase.FORMING:
+            return f"{view.joining} of {self.plan.hosts * self.plan.workers} workers have joined{tail}"
         phase = "" if view.phase is Phase.RUNNING else f" ({view.phase})"
         return f"step {view.state.current_step}{phase}, {view.world_size} workers, {speed:.1f} steps/s{tail}"
 

@@ -91,9 +91,9 @@ def worker_environment(
         "TORCHELASTIC_USE_AGENT_STORE": False,
         "FORGED_ENDPOINT": endpoint,
         "FORGED_JOB": plan.job,
+        # Empty: none, also where the launch itself has inherited one for another daemon.
+        "FORGED_TOKEN": token or "",
     }
-    if token is not None:
-        environment["FORGED_TOKEN"] = token
     if plan.group_size > 1:
         environment |= {
             "FORGED_GROUP": group,

@@ -32,6 +32,21 @@ def test_launch_without_an_endpoint_trains_with_a_daemon_of_its_own(tmp_path: Pa
     assert [log.splitlines()[-1] for log in logs] == ["made 5 steps"] * 2
 
 
+def test_daemon_of_its_own_is_started_again(tmp_path: Path) -> None:
+    stop = tmp_path / "stop"
+    with LaunchProcess("-n", "2", "--daemon-dir", str(tmp_path), SCRIPT, FOREVER, str(stop)) as launch:
+        workers = pids(launch, 2)
+        children = Path(f"/proc/{launch.process.pid}/task/{launch.process.pid}/children").read_text().split()
+        [daemon] = [pid for pid in children if b"forged.cli.forged" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        os.kill(int(daemon), signal.SIGKILL)
+        launch.wait_for("the daemon was killed by SIGKILL, and starts again")
+        # Only the new one can make a world.
+        os.kill(workers[0], signal.SIGKILL)
+        pids(launch, 2)
+        stop.touch()
+        assert launch.end() == 0
+
+
 def test_example_of_the_page_trains(endpoint: str, tmp_path: Path) -> None:
     [example] = blocks(ROOT / "docs" / "launch.md", "python")
     script = tmp_path / "train.py"
@@ -175,6 +190,17 @@ class TestAJobThatIsOver:
         assert re.search(r"job llm was aborted after step \d+: a test", lines[0])
         code, _ = run(*launch, "--restart-job", "if-aborted", SCRIPT, "5")
         assert code == 0
+
+    def test_refusal_by_a_daemon_of_its_own_is_told(self, tmp_path: Path) -> None:
+        launch = ("--job", "llm", "--daemon-dir", str(tmp_path))
+        with LaunchProcess(*launch, SCRIPT, FOREVER) as running:
+            pids(running, 1)
+            with BlockingClient(f"unix://{tmp_path}/forged.sock") as client:
+                client.abort_job("llm", "a test")
+            assert running.end() == 1
+        code, lines = run(*launch, SCRIPT, "5")
+        assert code == 3
+        assert lines[-1].startswith("forged: job llm was aborted after step")
 
 
 def test_token_of_a_worker_is_enough(threaded_daemon: ThreadedDaemon, client: BlockingClient) -> None:

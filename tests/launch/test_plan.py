@@ -70,6 +70,13 @@ def test_worker_of_the_second_host_has_the_variables_of_torchrun() -> None:
 def test_variables_of_the_user_are_kept_where_the_launch_has_only_a_default() -> None:
     found = environment(plan(), 0, given={"OMP_NUM_THREADS": "6", "RANK": "99"})
     assert (found["OMP_NUM_THREADS"], found["RANK"]) == ("6", "0")
+
+
+def test_token_for_another_daemon_is_not_passed_on() -> None:
+    assert environment(plan(), 0, given={"FORGED_TOKEN": "another"})["FORGED_TOKEN"] == ""
+
+
+def test_single_worker_may_use_all_cores() -> None:
     assert "OMP_NUM_THREADS" not in environment(plan(workers=1), 0)
 
 
