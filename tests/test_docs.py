@@ -29,7 +29,7 @@ from forged.data import ShardCorrupt, ShardStore, Stamp, StoreFailed
 from forged.errors import RequestRefused
 from forged.plugins import PluginContext
 from forged.registry.messages import ModelPolicy
-from plugins import event_log, webhook
+from plugins import event_log, mlflow, tensorboard, wandb_offline, webhook
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -375,7 +375,9 @@ def test_receiver_example_tells_valid_from_invalid_signatures() -> None:
     assert not is_from_forged(b"key", webhook.sign(b"key", now - 3600, b"body"), b"body")
 
 
-@pytest.mark.parametrize("plugin", [webhook, event_log], ids=lambda plugin: plugin.__name__)
+@pytest.mark.parametrize(
+    "plugin", [webhook, event_log, tensorboard, mlflow, wandb_offline], ids=lambda plugin: plugin.__name__
+)
 def test_documented_plugin_settings_match_the_code(plugin: ModuleType) -> None:
     _, section = PLUGINS.read_text().split(f"## `{plugin.__name__.rpartition('.')[2]}`")
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|([^|]*)\|", section.split("\n## ")[0], re.MULTILINE)

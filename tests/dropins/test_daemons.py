@@ -36,7 +36,7 @@ def secret(tmp_path: Path) -> Path:
 def plugins(tmp_path: Path) -> Path:
     directory = tmp_path / "plugins"
     directory.mkdir(0o755)
-    for path in PLUGINS.glob("*.py"):
+    for path in (PLUGINS / "webhook.py", PLUGINS / "event_log.py"):
         copy = directory / path.name
         shutil.copy(path, copy)
         copy.chmod(0o644)
