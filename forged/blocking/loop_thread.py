@@ -19,13 +19,13 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 from copy import copy
 from functools import partial
-from importlib import import_module
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, ParamSpec, Self, TypeVar
 
 import anyio
 from anyio.abc import TaskGroup
 
+from forged.blocking.async_library import declare_asyncio
 from forged.errors import ForgedError, RequestRefused
 
 P = ParamSpec("P")
@@ -181,9 +181,7 @@ class LoopThread:
     # In the loop's thread.
 
     def _run_loop(self) -> None:
-        with contextlib.suppress(ModuleNotFoundError):
-            # anyio asks it where it is installed, and it finds asyncio in tasks only, not in callbacks.
-            import_module("sniffio").thread_local.name = "asyncio"
+        declare_asyncio()
         try:
             with asyncio.Runner(loop_factory=lambda: self._loop):
                 while not self._life.done():

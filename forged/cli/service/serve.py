@@ -27,6 +27,7 @@ import anyio
 from anyio import to_thread
 from anyio.abc import TaskGroup
 
+from forged.blocking.async_library import declare_asyncio
 from forged.catalog.files.stored_files import StoredCheckpointFiles
 from forged.cli.process import say
 from forged.clock import SystemClock
@@ -112,6 +113,7 @@ class Process:
             faulthandler.enable()
         try:
             with exclusive(Path(self._config.data_dir)), asyncio.Runner(loop_factory=event_loop) as runner:
+                declare_asyncio()
                 runner.run(self._serve())
         finally:
             self._logs.close()
