@@ -68,7 +68,7 @@ def _bare_s(port: str, mib: int) -> float:
     return float(run_torch("-m", WORKER, "receive", port, str(mib)))
 
 
-def measure(quick: bool, mib: int) -> list[Figure]:
+def measure(quick: bool, mib: int, rounds: int) -> list[Figure]:
     """Measure the transfer."""
     size = MIB_QUICK if quick else mib
     with Daemon() as daemon, _giving("send", str(size)) as port:
@@ -78,7 +78,7 @@ def measure(quick: bool, mib: int) -> list[Figure]:
             "bare": partial(_bare_s, port, size),
             "tiny": partial(_join_s, daemon.endpoint, jobs, MIB_TINY),
         }
-        found = turns(ROUNDS_QUICK if quick else ROUNDS, subjects)
+        found = turns(ROUNDS_QUICK if quick else rounds, subjects)
     for name, times in found.items():
         sys.stderr.write(f"  {name}: {' '.join(f'{one:.3f}' for one in times)} s\n")
     p50 = {name: statistics.median(times) for name, times in found.items()}
@@ -94,8 +94,9 @@ def run() -> None:
     """Run the benchmark with a state of the size that the command line says."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--mib", type=int, default=MIB)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     options, rest = parser.parse_known_args()
-    main("torch_state", lambda quick: measure(quick, options.mib), rest)
+    main("torch_state", lambda quick: measure(quick, options.mib, options.rounds), rest)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ as parameters are, and the rest is new, as the moments of an optimizer are that 
 
 from __future__ import annotations
 
+import mmap
 import socket
 import sys
 import time
@@ -44,6 +45,7 @@ def train(endpoint: str, job: str, mib: int, *, is_taker: bool) -> None:
         optimizer.zero_grad()
     state = ft.State(model=model, optimizer=optimizer, rng=False)
     with ft.join(endpoint, job=job, state=state, config=CONFIG) as run:
+        level_memory(mib)
         began_at = time.monotonic()
         for step in run.steps():
             with step:
@@ -59,6 +61,12 @@ def train(endpoint: str, job: str, mib: int, *, is_taker: bool) -> None:
 def say(line: str) -> None:
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
+
+
+def level_memory(mib: int) -> None:
+    """Have the machine find memory for so much, which a virtual one may have to get from its host."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+    mmap.mmap(-1, mib << 20, flags=flags).close()
 
 
 def send(port: int, mib: int) -> None:
@@ -77,6 +85,7 @@ def receive(port: int, mib: int) -> None:
     """Receive once, and write the seconds."""
     shape = rows_of(mib), COLUMNS
     parts = [np.ones(shape, np.float32) for _ in range(LAYERS)]
+    level_memory(mib)
     began_at = time.monotonic()
     parts += [np.empty(shape, np.float32) for _ in range(LAYERS * (PARTS - 1))]
     with socket.create_connection((HOST, port)) as connection:
