@@ -20,6 +20,7 @@ CHECKPOINT_KILLS ?= 5000
 SLOT_KILLS ?= 2000
 SLOT_LIVES ?= 50
 HOSTILE_S ?= 300
+TORCH_EVENTS ?= 50
 SMOKE ?= tests/test_init.py tests/test_daemon.py tests/test_errors.py tests/config tests/telemetry tests/kernel/bus tests/net/protocol tests/client
 SLOW_PYTEST := $(BIN)/pytest -o faulthandler_timeout=0
 
@@ -82,12 +83,13 @@ bench-torch: $(PEERS_READY)
 	for which in recovery overhead join state ckpt; do $(BIN)/python -m benchmarks.torch_$$which || exit; done
 
 # Long runs: thousands of kills and seeds, what the tests try a share of, whole, and an attack by one job's token.
-soak: $(READY)
+soak: $(READY) $(TORCH_READY)
 	FORGED_KILLS=$(KILLS) FORGED_DATA_KILLS=$(DATA_KILLS) $(SLOW_PYTEST) tests/processes
 	FORGED_KILLS=$(CHECKPOINT_KILLS) $(SLOW_PYTEST) tests/checkpoint/crashes/test_kill.py
 	FORGED_SLOT_KILLS=$(SLOT_KILLS) $(SLOW_PYTEST) tests/checkpoint/crashes/test_slot_kill.py
 	FORGED_SLOT_LIVES=$(SLOT_LIVES) $(SLOW_PYTEST) tests/processes/test_slots.py
 	FORGED_WHOLE=1 $(SLOW_PYTEST) $$(grep -l --include='test_*.py' -r 'tests\.sweeps' tests)
+	FORGED_TORCH_EVENTS=$(TORCH_EVENTS) $(TORCH)/bin/pytest -o faulthandler_timeout=0 tests/torch/test_soak.py
 	$(BIN)/python -m tests.simulation --seeds 0:5000 --check-coverage
 	$(BIN)/python -m tests.hostile_tenant --seconds $(HOSTILE_S)
 

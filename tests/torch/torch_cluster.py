@@ -30,7 +30,7 @@ def context() -> Any:
 class TorchWorker:
     """A worker process and what it has reported."""
 
-    def __init__(self, script: Script, main: Callable[..., None]) -> None:
+    def __init__(self, script: Any, main: Callable[..., None]) -> None:
         self.script = script
         self.reports: list[dict[str, Any]] = []
         ours, theirs = multiprocessing.Pipe()
@@ -60,10 +60,14 @@ class TorchWorker:
         rank: int = self.all_of("world")[-1]["rank"]
         return rank
 
+    def tell(self, word: str) -> None:
+        """Send it a word."""
+        self._pipe.send(word)
+
     def go(self) -> None:
         """Let it go on from where it holds."""
         self.wait_for("held")
-        self._pipe.send("go")
+        self.tell("go")
 
     def end(self) -> int:
         """Wait for its end; returns the exit code."""
