@@ -48,7 +48,10 @@ class Run:
         checkpoints: Checkpoints | None = None,
         backend: str = GLOO,
         timeout: dt.timedelta = TIMEOUT,
+        *,
+        is_sharded: bool = False,
     ) -> None:
+        """`is_sharded`: whether each world makes and loads the state anew (`use_sharded`)."""
         self.worker = worker
         """The worker, with its events, collectives and `drain`."""
         self.state = state
@@ -57,6 +60,8 @@ class Run:
         self._checkpoints: OpenCheckpoints | None = None
         self._saved: dict[str, Any] = {"state": state}
         """What a checkpoint holds."""
+        self._first_position: dict[str, Any] | None = None
+        """The state of the loader's sampler before the first step; None without a loader."""
         self._open = contextlib.ExitStack()
         self._on_world: list[OnWorld] = []
         self._modules: list[ElasticDDP] = []
@@ -67,7 +72,9 @@ class Run:
         """This rank's samples of the step, and those of all ranks."""
         self._step: RunStep | None = None
         self._hooks = StepHooks(self._before_vote, self._groups.count_abort, self._restore)
-        self._is_resumed = False
+        self._is_resumed = is_sharded
+        self._steps_before = 0
+        """The number of a step, less what the worker counts: a sharded state goes back to its checkpoint."""
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
@@ -81,9 +88,8 @@ class Run:
             self.worker.leaving.subscribe(self._save_alone)
             if self._settings is not None:
                 self._checkpoints = stack.enter_context(self._settings.open(self.worker))
-            for optimizer in self.state.optimizers():
-                stack.callback(optimizer.register_step_pre_hook(self._before_optimizer).remove)
             self._open = stack.pop_all()
+        self._watch_optimizers()
         return self
 
     def __exit__(
@@ -106,19 +112,20 @@ class Run:
             self._part = None
             with step:
                 self._groups.tell_of_groups()
-                is_last = total is not None and step >= total
+                number = self._steps_before + step
+                is_last = total is not None and number >= total
                 if self._checkpoints is not None:
-                    self._checkpoints.save(int(step), self._saved, epoch=self.worker.epoch, force=is_last)
+                    self._checkpoints.save(number, self._saved, epoch=self.worker.epoch, force=is_last)
             if step.aborted:
                 self.worker.finish_step()
             elif is_last:
                 # Only its state was to be saved.
                 self.worker.drop_step()
-                assert self.worker.begin_step(total) is None
+                assert self.worker.begin_step(int(step)) is None
                 return None
             else:
                 self.state.snapshot()
-                self._step = RunStep.of(step, self._hooks)
+                self._step = RunStep.of(step, self._hooks, number)
                 return self._step
         return None
 
@@ -143,7 +150,31 @@ class Run:
             self._is_resumed = True
             if self._checkpoints is not None:
                 self._checkpoints.resume(self._saved)
-        return self.worker.step
+        return self.step
+
+    def use_sharded(self, state: State) -> int:
+        """Train a state whose parts the ranks of this world hold, and load the newest checkpoint into it.
+
+        For functions of `on_world`, which make the model anew in each world; `ft.join` has no `state` then. Returns the
+        number of the checkpoint's step, with which the steps go on; 0 if there is none.
+        """
+        if self._checkpoints is None:
+            raise RequestRefused(
+                "checkpoints_missing",
+                "a sharded state is lost with its world, and the run has no checkpoints",
+                "pass `checkpoints=ft.Checkpoints(...)` to `ft.join`",
+            )
+        self.state = self._saved["state"] = state
+        self._watch_optimizers()
+        if self._first_position is not None:
+            self._saved["loader"].load_state_dict(self._first_position)
+        step = self._checkpoints.resume(self._saved)
+        self._steps_before = step - self.worker.step
+        return step
+
+    def _watch_optimizers(self) -> None:
+        for optimizer in self.state.optimizers():
+            self._open.callback(optimizer.register_step_pre_hook(self._before_optimizer).remove)
 
     def _before_vote(self) -> None:
         self._end_meeting()
@@ -168,7 +199,7 @@ class Run:
     def _save_alone(self, reason: str) -> None:
         """Save what only this worker has, when it leaves."""
         if self._checkpoints is not None and self.world_size == 1:
-            self._checkpoints.save(self.worker.step, self._saved, epoch=self.worker.epoch, force=True)
+            self._checkpoints.save(self.step, self._saved, epoch=self.worker.epoch, force=True)
 
     def _before_optimizer(self, *_: Any) -> None:
         """An optimizer of the state is about to change it: not before all ranks have voted."""
@@ -194,7 +225,7 @@ class Run:
     @property
     def step(self) -> int:
         """Committed steps."""
-        return self.worker.step
+        return self._steps_before + self.worker.step
 
     @property
     def group(self) -> Any:
@@ -239,7 +270,7 @@ class Run:
         shuffle = not isinstance(dataset, Shards) if shuffle is None else shuffle
         sampler = ElasticSampler(len(dataset), global_batch, seed, shuffle=shuffle, drop_last=drop_last)
         self.worker.use_sampler(sampler)
-        self._saved["loader"] = sampler
+        self._saved["loader"], self._first_position = sampler, sampler.state_dict()
         loader = Loader(self, dataset, sampler, **options)
         self._open.callback(loader.close)
         return loader
@@ -280,7 +311,7 @@ class Run:
 def join(
     *endpoints: str,
     job: str | None = None,
-    state: State | Mapping[str, Any],
+    state: State | Mapping[str, Any] | None = None,
     checkpoints: Checkpoints | None = None,
     backend: str = GLOO,
     config: ElasticTrainingConfig | None = None,
@@ -292,10 +323,11 @@ def join(
     """Take part in the training of a job; a context manager.
 
     Without endpoints, `token` or `job`, those of `$FORGED_ENDPOINT`, `$FORGED_TOKEN` and `$FORGED_JOB` are used.
-    `backend` is `gloo` or `nccl`. No collective of torch may take longer than `timeout`. `options` are further ones of
-    `forged.join`.
+    Without a `state` the run has a sharded one (`Run.use_sharded`). `backend` is `gloo` or `nccl`. No collective of
+    torch may take longer than `timeout`. `options` are further ones of `forged.join`.
     """
-    state = state if isinstance(state, State) else State(**state)
+    is_sharded = state is None
+    state = state if isinstance(state, State) else State(rng=not is_sharded, **(state or {}))
     worker = forged.join(
         *endpoints,
         job=job,
@@ -305,4 +337,4 @@ def join(
         token=token,
         **options,
     )
-    return Run(worker, state, checkpoints, backend, timeout)
+    return Run(worker, state, checkpoints, backend, timeout, is_sharded=is_sharded)

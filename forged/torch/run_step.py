@@ -36,9 +36,9 @@ class RunStep(int):
     _hooks: StepHooks
 
     @classmethod
-    def of(cls, step: Step, hooks: StepHooks) -> Self:
-        """The step of a run."""
-        made = cls(step)
+    def of(cls, step: Step, hooks: StepHooks, number: int) -> Self:
+        """The step of this number of a run, which the worker may count otherwise."""
+        made = cls(number)
         made._step, made._hooks = step, hooks
         return made
 
