@@ -24,7 +24,7 @@ TORCH_EVENTS ?= 50
 SMOKE ?= tests/test_init.py tests/test_daemon.py tests/test_errors.py tests/config tests/telemetry tests/kernel/bus tests/net/protocol tests/client
 SLOW_PYTEST := $(BIN)/pytest -o faulthandler_timeout=0
 
-.PHONY: demo test test-torch check smoke bench bench-torch soak mutants wheel clean
+.PHONY: demo test test-torch test-frameworks check smoke bench bench-torch soak mutants wheel clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -57,6 +57,11 @@ $(TORCH_READY): pyproject.toml constraints.txt
 test-torch: $(TORCH_READY)
 	$(TORCH)/bin/pytest -n 2 --dist worksteal tests/torch
 
+# The tests of the loops of other frameworks, which are installed for them: the soak runs them too.
+test-frameworks: $(TORCH_READY)
+	$(TORCH)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt 'transformers>=5.23,<6' 'accelerate>=1.15'
+	$(TORCH)/bin/pytest tests/frameworks
+
 # Import, commands and a fast share of the tests: enough to see that another interpreter works.
 smoke: $(READY)
 	$(BIN)/forged --version
@@ -83,7 +88,7 @@ bench-torch: $(PEERS_READY)
 	for which in recovery overhead join state ckpt; do $(BIN)/python -m benchmarks.torch_$$which || exit; done
 
 # Long runs: thousands of kills and seeds, what the tests try a share of, whole, and an attack by one job's token.
-soak: $(READY) $(TORCH_READY)
+soak: $(READY) $(TORCH_READY) test-frameworks
 	FORGED_KILLS=$(KILLS) FORGED_DATA_KILLS=$(DATA_KILLS) $(SLOW_PYTEST) tests/processes
 	FORGED_KILLS=$(CHECKPOINT_KILLS) $(SLOW_PYTEST) tests/checkpoint/crashes/test_kill.py
 	FORGED_SLOT_KILLS=$(SLOT_KILLS) $(SLOW_PYTEST) tests/checkpoint/crashes/test_slot_kill.py

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from forged.torch.checkpoints import Checkpoints
     from forged.torch.ddp import ElasticDDP, all_reduce_gradients
+    from forged.torch.frameworks.trainer import Trainer, TrainingArguments
     from forged.torch.group import ProcessGroups, init_process_group
     from forged.torch.loader import Loader, Shards
     from forged.torch.run import Run, join
@@ -29,6 +30,8 @@ __all__ = [
     "RunStep",
     "Shards",
     "State",
+    "Trainer",
+    "TrainingArguments",
     "all_reduce_gradients",
     "array_of",
     "init_process_group",
@@ -45,6 +48,8 @@ _MODULES = {
     "RunStep": "forged.torch.run_step",
     "Shards": "forged.torch.loader",
     "State": "forged.torch.state",
+    "Trainer": "forged.torch.frameworks.trainer",
+    "TrainingArguments": "forged.torch.frameworks.trainer",
     "all_reduce_gradients": "forged.torch.ddp",
     "array_of": "forged.torch.tensors",
     "init_process_group": "forged.torch.group",

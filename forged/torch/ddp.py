@@ -65,7 +65,8 @@ class ElasticDDP(torch.nn.Module):
         self._wrapped.clear()
 
     @property
-    def _present(self) -> DistributedDataParallel:
+    def distributed(self) -> DistributedDataParallel:
+        """The module as it is wrapped in the present world."""
         if not self._wrapped:
             raise RequestRefused(
                 "group_missing",
@@ -76,13 +77,13 @@ class ElasticDDP(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output; its gradients are averaged in the backward pass."""
-        wrapped = self._present
+        wrapped = self.distributed
         wrapped.training = self.training
         return wrapped(*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Only add gradients up inside the block, as long as more parts of the step's batch follow."""
-        context: AbstractContextManager[None] = self._present.no_sync()
+        context: AbstractContextManager[None] = self.distributed.no_sync()
         return context
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,1 @@
+"""Elastic training by the loops of other frameworks, which believe that they train alone."""
