@@ -23,15 +23,18 @@ PATIENCE = timedelta(seconds=60)
 """Torchft's own default for the rest: what takes longer ends the process."""
 
 
+def _reduced(manager: Any, bucket: Any) -> Any:
+    work = manager.allreduce(bucket.buffer())
+    work.wait()
+    future = work.get_future()
+    return getattr(future, "_fut", None) or future
+
+
 class Ddp(DistributedDataParallel):  # type: ignore[misc]
     """Torchft's, whose hook ends the process with an AssertionError when the quorum of a step has failed."""
 
-    @staticmethod
-    def _comm_hook(state: Any, bucket: Any) -> Any:
-        work = state.allreduce(bucket.buffer())
-        work.wait()
-        future = work.get_future()
-        return getattr(future, "_fut", None) or future
+    # Without annotations, which torch would compare, and which are texts here.
+    _comm_hook = staticmethod(lambda manager, bucket: _reduced(manager, bucket))
 
 
 def main() -> None:
