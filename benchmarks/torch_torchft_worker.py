@@ -11,6 +11,7 @@ import sys
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch.distributed import TCPStore
 from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo  # type: ignore[import-not-found]
 
@@ -24,10 +25,10 @@ PATIENCE = timedelta(seconds=60)
 
 
 def _reduced(manager: Any, bucket: Any) -> Any:
-    work = manager.allreduce(bucket.buffer())
-    work.wait()
-    future = work.get_future()
-    return getattr(future, "_fut", None) or future
+    manager.allreduce(bucket.buffer()).wait()
+    reduced: Any = torch.futures.Future()
+    reduced.set_result(bucket.buffer())
+    return reduced
 
 
 class Ddp(DistributedDataParallel):  # type: ignore[misc]
