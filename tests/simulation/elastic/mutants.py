@@ -365,6 +365,18 @@ def take_the_end_of_a_world_for_a_failure() -> Iterator[None]:
 
 
 @contextmanager
+def forget_the_vote() -> Iterator[None]:
+    """A worker that has finished a step after a vote says that it may be repeated."""
+    finish = TrainingProgress.finish_step
+
+    def forgetful(self: TrainingProgress, *, is_voted: bool = False) -> None:
+        finish(self)
+
+    with patch.object(TrainingProgress, "finish_step", forgetful):
+        yield
+
+
+@contextmanager
 def vote_without_waiting() -> Iterator[None]:
     """A rank goes on as soon as it has voted itself."""
 
@@ -372,6 +384,24 @@ def vote_without_waiting() -> Iterator[None]:
         return
 
     with patch.object(World, "commit", hasty):
+        yield
+
+
+@contextmanager
+def tell_the_end_of_a_world_late() -> Iterator[None]:
+    """A script that is in a step when its world is over is told when it enters the next one."""
+    be_over = CurrentWorld.be_over
+
+    def late(self: CurrentWorld, *what: Any, **more: Any) -> None:
+        if not self.is_stepping:
+            be_over(self, *what, **more)
+
+    def catch_up(self: CurrentWorld, world: World) -> None:
+        be_over(self, "it enters the next one")
+        enter(self, world)
+
+    enter = CurrentWorld.enter
+    with patch.object(CurrentWorld, "be_over", late), patch.object(CurrentWorld, "enter", catch_up):
         yield
 
 
@@ -412,7 +442,9 @@ MUTANTS: dict[str, Mutant] = {
         stand_still_in_silence,
         count_a_voided_step,
         take_the_end_of_a_world_for_a_failure,
+        forget_the_vote,
         vote_without_waiting,
+        tell_the_end_of_a_world_late,
         begin_the_steps_of_a_world_at_once,
     )
 }
@@ -445,7 +477,9 @@ BREAKS: dict[str, Promise] = {
     "stand_still_in_silence": Promise.STANDSTILL,
     "count_a_voided_step": Promise.STEPS,
     "take_the_end_of_a_world_for_a_failure": Promise.STEP_ERRORS,
+    "forget_the_vote": Promise.VOTES,
     "vote_without_waiting": Promise.VOTES,
+    "tell_the_end_of_a_world_late": Promise.RELEASED,
     "begin_the_steps_of_a_world_at_once": Promise.WORLDS,
 }
 """The promise that each of them breaks."""

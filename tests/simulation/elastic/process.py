@@ -352,11 +352,11 @@ class Process:
 
     # Faults.
 
-    def kill(self) -> None:
-        """As kill -9 does; its pulse sees it."""
+    def kill(self, *, unwritten: float = 0.0) -> None:
+        """As kill -9 does; its pulse sees it. `unwritten`: how many connections have not got what it wrote last."""
         self._world.note(f"{self.simulated.name} is killed")
         self._world.dies(self.simulated)
-        self._world.network.kill(self._network)
+        self._world.network.kill(self._network, unwritten=unwritten)
         self._scope.cancel()
         self._finish("its process was killed by SIGKILL")
 

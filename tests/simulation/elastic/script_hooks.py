@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from random import Random
+from typing import Protocol
 
 from forged.elastic.model import ClusterTopology, WorldOver
 from forged.worker.errors import StepAborted
@@ -24,6 +25,10 @@ DEATHS = 0.5
 """How many scripts die at one of the moments, ..."""
 DIES_WITHIN = 4
 """... at one of so many times that they come to it."""
+DEATHS_OF_HUBS = 0.6
+"""How many scripts die as rank 0 while their process tells the other ranks that all have voted."""
+UNTOLD = 0.5
+"""How many of the other ranks are not told any more."""
 ABORTED_ENTRIES = 0.05
 MEETING = "own"
 BEFORE_THE_VOTE = "before it votes"
@@ -31,7 +36,9 @@ AFTER_THE_VOTE = "after it has voted"
 BEHIND_THE_CHANGE = "when it has changed its state after a vote"
 ENTERING = "when it enters a world"
 BEFORE_A_MEETING = "before it meets its peers"
-MOMENTS = BEFORE_A_MEETING, BEFORE_THE_VOTE, AFTER_THE_VOTE, BEHIND_THE_CHANGE, ENTERING
+TELLING = "while it tells the other ranks that all have voted"
+OWN_MOMENTS = BEFORE_A_MEETING, BEFORE_THE_VOTE, AFTER_THE_VOTE, BEHIND_THE_CHANGE, ENTERING
+MOMENTS = *OWN_MOMENTS, TELLING
 
 
 def has_hooks(job: str, seed: str) -> bool:
@@ -44,6 +51,14 @@ def has_meetings(job: str, seed: str) -> bool:
     return Random(f"meetings of {job} in {seed}").random() < JOBS_WITH_MEETINGS
 
 
+class Kill(Protocol):
+    """Kills the process of a script."""
+
+    def __call__(self, *, unwritten: float = 0.0) -> None:
+        """At so many of its connections just before it writes what is in flight there."""
+        ...
+
+
 class ScriptHooks:
     """The hooks of one script, which aborts and dies while faults are made."""
 
@@ -53,7 +68,7 @@ class ScriptHooks:
         simulated: SimulatedWorker,
         oracle: ElasticOracle,
         met: Callable[[str], object],
-        kill: Callable[[], object],
+        kill: Kill,
         faults_active: Callable[[], bool],
         *,
         is_used: bool,
@@ -66,9 +81,12 @@ class ScriptHooks:
         self._kill = kill
         self._faults_active = faults_active
         self._random = Random(b"hooks " + worker.incarnation)
-        self._dies_at = self._random.choice(MOMENTS) if self._random.random() < DEATHS else ""
+        self._dies_at = self._random.choice(OWN_MOMENTS) if self._random.random() < DEATHS else ""
         self._spared = self._random.randrange(DIES_WITHIN)
         """How often it comes to that moment before it dies."""
+        hub_deaths = Random(b"hub deaths " + worker.incarnation)
+        self._results_to_tell = hub_deaths.randrange(DIES_WITHIN) if hub_deaths.random() < DEATHS_OF_HUBS else -1
+        """How many votes' results it tells before it dies as it tells one; below 0 for all."""
         self._over = 0
         """The generation of the newest world that is over."""
         worker.world_over.subscribe(self._is_over)
@@ -109,7 +127,17 @@ class ScriptHooks:
         await self._worker.commit_step()
         if self._simulated.alive:
             self._oracle.has_voted(self._simulated)
+        self._may_die_telling()
         self.may_die(AFTER_THE_VOTE)
+
+    def _may_die_telling(self) -> None:
+        """Die as rank 0 before some of the other ranks, two at least, are told of the vote."""
+        if self._worker.rank != 0 or self._worker.world_size <= 2 or not self._faults_active():
+            return
+        self._results_to_tell -= 1
+        if self._results_to_tell == -1:
+            self._met(f"a script dies {TELLING}")
+            self._kill(unwritten=UNTOLD)
 
     def meeting(self) -> AbstractContextManager[None]:
         """Around a collective of the script's own."""

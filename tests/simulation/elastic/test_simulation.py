@@ -17,7 +17,9 @@ LIKELY = {
     "believe_every_heartbeat": 525,
     "complete_when_all_have_reached_the_step": 118,
     "fail_whoever_has_not_answered": 80,
+    "forget_the_vote": 166,
     "take_everybody_for_a_holder_of_the_state": 27,
+    "tell_the_end_of_a_world_late": 171,
 }
 """Where to look first for bugs that show seldom; they may be elsewhere when worlds have changed."""
 
@@ -35,7 +37,7 @@ def test_a_planted_bug_breaks_the_promise_that_is_named_for_it(mutant: str) -> N
 
 
 def test_there_is_a_bug_for_every_promise_that_training_makes() -> None:
-    kept_by_others = {Promise.HISTORY, Promise.ONE_OWNER, Promise.ANSWERS, Promise.RELEASED, Promise.REPLICAS}
+    kept_by_others = {Promise.HISTORY, Promise.ONE_OWNER, Promise.ANSWERS, Promise.REPLICAS}
     assert {*BREAKS.values(), *group_mutants.BREAKS.values()} | kept_by_others == set(Promise)
     assert BREAKS.keys() == MUTANTS.keys()
 

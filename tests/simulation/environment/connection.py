@@ -69,12 +69,17 @@ class Connection:
         wire.sender.end(timed_out())
         wire.mark(Mark.RESET)
 
-    def kill(self, process: object, *, host_gone: bool) -> None:
-        """Close the ends of a killed process; the peers are told unless the host is gone."""
+    def kill(self, process: object, *, host_gone: bool, unwritten: float = 0.0) -> None:
+        """Close the ends of a killed process; the peers are told unless the host is gone.
+
+        `unwritten`: the probability that the process was killed just before it wrote what is in flight.
+        """
         for end, transport, wire in zip(self._ends, (self.client, self.server), self._wires, strict=True):
             if end.process is process:
                 if host_gone:
                     self._silence(wire)
+                if self._links.chance(unwritten):
+                    wire.drop_flight()
                 transport.die(reset=self._links.chance(RESET_AT_DEATH))
 
     def link_changed(self) -> None:

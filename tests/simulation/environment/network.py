@@ -109,12 +109,12 @@ class SimulatedNetwork:
         if host_gone:
             self.links.gone.add(name)
 
-    def kill(self, process: HostNetwork) -> None:
-        """Kill one process."""
+    def kill(self, process: HostNetwork, *, unwritten: float = 0.0) -> None:
+        """Kill one process, at so many of its connections just before it wrote what is in flight there."""
         self.links.trace(f"kill a process on {process.name}")
-        self._kill(process, host_gone=False)
+        self._kill(process, host_gone=False, unwritten=unwritten)
 
-    def _kill(self, process: HostNetwork, *, host_gone: bool) -> None:
+    def _kill(self, process: HostNetwork, *, host_gone: bool, unwritten: float = 0.0) -> None:
         self._processes.pop(process, None)
         process.dead = True
         process.execution.resume()
@@ -122,7 +122,7 @@ class SimulatedNetwork:
             key: listener for key, listener in self._listeners.items() if listener.process is not process
         }
         for connection in list(self.connections):
-            connection.kill(process, host_gone=host_gone)
+            connection.kill(process, host_gone=host_gone, unwritten=unwritten)
 
     def _links_changed(self) -> None:
         for connection in list(self.connections):

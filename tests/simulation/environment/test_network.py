@@ -359,6 +359,20 @@ def test_bytes_sent_before_a_kill_arrive() -> None:
     assert play(act)[0].client.heard == b"last words"
 
 
+def test_process_killed_before_it_writes_sends_its_end_without_what_was_in_flight() -> None:
+    async def act(scene: Scene) -> None:
+        await scene.connect()
+        scene.server.transport.write(b"first")
+        await asyncio.sleep(1)
+        scene.server.transport.write(b"last words")
+        scene.network.kill(scene.b, unwritten=ALWAYS)
+        await asyncio.sleep(1)
+
+    client = play(act)[0].client
+    assert client.heard == b"first"
+    assert client.events[-1] != b"first", "its end is heard"
+
+
 def test_lost_host_sends_no_end_and_times_out_its_peers() -> None:
     async def act(scene: Scene) -> None:
         await scene.connect()

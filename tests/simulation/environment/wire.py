@@ -112,8 +112,13 @@ class Wire:
     def cut(self) -> None:
         """Drop the content in flight and all later content."""
         self._cut = True
-        self._flight.clear()
+        self.drop_flight()
         self.pending_bytes = 0
+
+    def drop_flight(self) -> None:
+        """Drop the content in flight, as if it had not been sent."""
+        self.pending_bytes -= sum(len(content) for _, content in self._flight if isinstance(content, bytes))
+        self._flight.clear()
         self._stop_giving_up()
         if self._arrival:
             self._arrival.cancel()
