@@ -70,9 +70,10 @@ def _taken_at_their_word() -> Iterator[None]:
     come_to_agree = Rescaler._agree
     commits: dict[World, Commit] = {}
 
-    async def claim(world: World, own: StopReport) -> StateAgreement:
+    async def claim(world: World, own: StopReport, group_size: int) -> StateAgreement:
         step = commits[world].step
-        return await agree(world, own if step is None else replace(own, step=step, finished=False, holds_state=True))
+        claimed = own if step is None else replace(own, step=step, finished=False, holds_state=True)
+        return await agree(world, claimed, group_size)
 
     async def note(self: Rescaler, world: World, commit: Commit) -> StateAgreement:
         commits[world] = commit

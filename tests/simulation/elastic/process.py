@@ -49,6 +49,8 @@ REPORT_S_MAX = 60.0
 MUTE_S = 300.0
 """How long a worker that never becomes ready hangs."""
 WARM_UP_STEPS = 3
+RESCALE_SILENCES_MS = {5000: 5000, 20_000: 6000, 30_000: 15_000}
+"""By the timeout of a rescale. With the second one, a script that hangs may fail long before the rescale is overdue."""
 SAVING_S = (0.0, 0.0, 0.5, 8.0)
 """How long a draining worker may save its state before it leaves."""
 ENDS_IN_ORDER = frozenset(
@@ -133,8 +135,8 @@ class Job:
         self.config = ElasticTrainingConfig(
             min_workers=least,
             max_workers=random.choice((least, self.slots, 100)),
-            rescale_timeout_ms=(timeout_ms := random.choice((5000, 20_000, 30_000))),
-            rescale_silence_ms=min(timeout_ms, 15_000),
+            rescale_timeout_ms=(timeout_ms := random.choice(tuple(RESCALE_SILENCES_MS))),
+            rescale_silence_ms=RESCALE_SILENCES_MS[timeout_ms],
             max_consecutive_failures=random.choice((2, 3, 50, 50)),
             use_synchronous_rescaling=random.random() < 0.75,
             stability_window_ms=random.choice((0, 500, 3000)),

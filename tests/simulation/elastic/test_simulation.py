@@ -16,7 +16,7 @@ SEEDS_TO_CATCH = 200
 LIKELY = {
     "believe_every_heartbeat": 525,
     "complete_when_all_have_reached_the_step": 118,
-    "fail_whoever_has_not_answered": 80,
+    "fail_whoever_has_not_answered": 167,
     "forget_the_vote": 166,
     "take_everybody_for_a_holder_of_the_state": 27,
     "tell_the_end_of_a_world_late": 171,
