@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import time
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self
@@ -29,6 +30,7 @@ from forged.errors import RequestRefused
 from forged.torch.agreement import Agreement
 from forged.torch.checkpoints import Checkpoints
 from forged.torch.ddp import ElasticDDP
+from forged.torch.deferred_log import DeferredLog
 from forged.torch.group import GLOO, NCCL, TIMEOUT, ProcessGroups
 from forged.torch.loader import Loader, Shards, indexed
 from forged.torch.run_step import RunStep, StepHooks
@@ -56,6 +58,7 @@ class Run:
         """The worker, with its events, collectives and `drain`."""
         self.state = state
         self._groups = ProcessGroups(worker, backend, timeout)
+        self._log = DeferredLog(worker.log)
         self._settings = checkpoints
         self._checkpoints: OpenCheckpoints | None = None
         self._saved: dict[str, Any] = {"state": state}
@@ -95,7 +98,19 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._open.__exit__(kind, error, trace)
+        try:
+            if error is None:
+                self._log.flush()
+        finally:
+            self._open.__exit__(kind, error, trace)
+
+    def log(self, **values: Any) -> None:
+        """Log numbers and tensors of one element for operators and sinks, as values of the present step.
+
+        Tensors of a GPU are converted at most once a second, so the other steps do not wait for it. Each of them is
+        told if it is not finite.
+        """
+        self._log.add(self.step, values, time.monotonic())
 
     # Steps.
 
