@@ -30,7 +30,7 @@ from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.model import ClusterTopology, GlobalTrainingState, RescalingEvent, Standstill, WorkerId, WorldOver
 from forged.errors import ForgedError, RequestRefused, without_traceback
 from forged.logger_adapter import SCRIPT_LOG
-from forged.worker.arguments import count
+from forged.worker.arguments import count, replica_group
 from forged.worker.catalog.worker_catalog import WorkerCatalog
 from forged.worker.drain import Leaving
 from forged.worker.errors import StepAborted
@@ -502,9 +502,9 @@ def join(
     global_batch_size: int = 0,
     attributes: Mapping[str, str] | None = None,
     local_world_size: int = 1,
-    group: str = "",
-    group_rank: int = 0,
-    group_size: int = 1,
+    group: str | None = None,
+    group_rank: int | None = None,
+    group_size: int | None = None,
     data: TrainingData | None = None,
     sampler: ElasticSampler | None = None,
     peer_tls: bool = False,
@@ -517,8 +517,12 @@ def join(
     creates the job, with `config` if it gives one. Without a `worker_id` the host's name and the pid make one. With
     `peer_tls`, workers use TLS between each other, with the files that `$FORGED_CA`, `$FORGED_CERTIFICATE` and
     `$FORGED_KEY` name. `log` is a logger of `logging` or structlog; default: the logger `forged`. The `group_size`
-    workers of one `group` train one replica of the model, each with a part of the state by its `group_rank`.
+    workers of one `group` train one replica of the model, each with a part of the state by its `group_rank`; without
+    these arguments, those that `forged launch --group-size` has set, and with a `group_size` alone, as many workers of
+    one launcher with consecutive `$LOCAL_RANK`.
     """
+    launcher = f"{socket.gethostname()}-{os.getppid()}"
+    place = replica_group(group, group_rank, group_size, os.environ, launcher)
 
     def make() -> ElasticWorker:
         return ElasticWorker(
@@ -531,9 +535,9 @@ def join(
             global_batch_size=global_batch_size,
             attributes=attributes,
             local_world_size=local_world_size,
-            group=group,
-            group_rank=group_rank,
-            group_size=group_size,
+            group=place.name,
+            group_rank=place.rank,
+            group_size=place.size,
             data=data,
             sampler=sampler,
             log=log,

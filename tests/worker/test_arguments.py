@@ -9,7 +9,7 @@ import pytest
 
 from forged.errors import RequestRefused
 from forged.net.protocol.messages import INTEGER_MAX
-from forged.worker.arguments import count, rate
+from forged.worker.arguments import count, rate, replica_group
 
 
 @pytest.mark.parametrize(
@@ -49,3 +49,30 @@ def test_invalid_count_is_refused_by_name(given: Any) -> None:
     with pytest.raises(RequestRefused, match="global_batch_size") as raised:
         count("global_batch_size", given)
     assert raised.value.code == "number_invalid"
+
+
+LAUNCHED = {"FORGED_GROUP": "host-1-0-2", "FORGED_GROUP_RANK": "1", "FORGED_GROUP_SIZE": "2"}
+TORCHRUN = {"LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": "8"}
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "expected"),
+    [
+        ((None, None, None), {}, ("", 0, 1)),
+        ((None, None, None), TORCHRUN, ("", 0, 1)),
+        ((None, None, None), LAUNCHED, ("host-1-0-2", 1, 2)),
+        ((None, None, 2), LAUNCHED, ("host-1-0-2", 1, 2)),
+        ((None, None, 1), LAUNCHED, ("", 0, 1)),
+        (("g", 0, 2), LAUNCHED, ("g", 0, 2)),
+        ((None, None, 4), TORCHRUN, ("host-7-1", 1, 4)),
+    ],
+)
+def test_replica_group_is_that_of_the_script_else_of_the_launcher(given: Any, environment: Any, expected: Any) -> None:
+    name, rank, size = given
+    assert replica_group(name, rank, size, environment, "host-7") == expected
+
+
+@pytest.mark.parametrize("environment", [{}, TORCHRUN, {"LOCAL_RANK": "x", "LOCAL_WORLD_SIZE": "6"}])
+def test_group_size_without_a_launcher_that_divides_by_it_is_refused(environment: Any) -> None:
+    with pytest.raises(RequestRefused):
+        replica_group(None, None, 3, environment, "host-7")
