@@ -59,7 +59,8 @@ test-torch: $(TORCH_READY)
 
 # The tests of the loops of other frameworks, which are installed for them: the soak runs them too.
 test-frameworks: $(TORCH_READY)
-	$(TORCH)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt 'transformers>=5.23,<6' 'accelerate>=1.15'
+	$(TORCH)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt 'transformers>=5.23,<6' 'accelerate>=1.15' \
+		'pytorch-lightning>=2.6,<3'
 	$(TORCH)/bin/pytest tests/frameworks
 
 # Import, commands and a fast share of the tests: enough to see that another interpreter works.

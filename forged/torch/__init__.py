@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from forged.torch.checkpoints import Checkpoints
     from forged.torch.ddp import ElasticDDP, all_reduce_gradients
+    from forged.torch.frameworks.lightning import ForgedStrategy
     from forged.torch.frameworks.trainer import Trainer, TrainingArguments
     from forged.torch.group import ProcessGroups, init_process_group
     from forged.torch.loader import Loader, Shards
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Checkpoints",
     "ElasticDDP",
+    "ForgedStrategy",
     "Loader",
     "ProcessGroups",
     "Run",
@@ -43,6 +45,7 @@ _MODULES = {
     "Checkpoints": "forged.torch.checkpoints",
     "ElasticDDP": "forged.torch.ddp",
     "Loader": "forged.torch.loader",
+    "ForgedStrategy": "forged.torch.frameworks.lightning",
     "ProcessGroups": "forged.torch.group",
     "Run": "forged.torch.run",
     "RunStep": "forged.torch.run_step",

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 
-HAS_FRAMEWORKS = all(find_spec(name) for name in ("torch", "transformers", "accelerate"))
+HAS_FRAMEWORKS = all(find_spec(name) for name in ("torch", "transformers", "accelerate", "pytorch_lightning"))
 
 if not HAS_FRAMEWORKS:
     collect_ignore_glob = ["*"]
@@ -25,7 +25,14 @@ else:
     @pytest.fixture(scope="session", autouse=True)
     def _imported() -> None:
         """Workers are forked from a server that has imported the frameworks: that takes many times a test."""
-        forkserver.set_forkserver_preload(["tests.frameworks.trainer_script", "forged.torch.frameworks.trainer"])
+        forkserver.set_forkserver_preload(
+            [
+                "tests.frameworks.trainer_script",
+                "tests.frameworks.lightning_script",
+                "forged.torch.frameworks.lightning",
+                "forged.torch.frameworks.trainer",
+            ]
+        )
         forkserver.ensure_running()
 
     @pytest.fixture(scope="session")

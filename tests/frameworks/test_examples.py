@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 PATIENCE_S = 200.0
 
 
-@pytest.mark.parametrize("example", ["hf_trainer"])
+@pytest.mark.parametrize("example", ["hf_trainer", "lightning_ddp"])
 def test_example_trains_to_its_end_and_keeps_checkpoints(example: str, tmp_path: Path) -> None:
     daemon = ThreadedDaemon(tmp_path)
     try:
