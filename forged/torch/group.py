@@ -146,12 +146,15 @@ class ProcessGroups:
         if rank == 0:
             self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=MAKE_TIMEOUT)
         port = int(worker.broadcast(self._store.port if self._store is not None else 0))
-        self._begin(GroupSockets(addresses_of(host, port)), topology.generation)
+        self._begin(GroupSockets(addresses_of(host, port), topology.world_size), topology.generation)
         if self._store is None:
             self._store = self._connected(host, port)
         dist.init_process_group(
             self.backend, store=self._store, rank=rank, world_size=topology.world_size, timeout=MAKE_TIMEOUT
         )
+        if self.is_over:
+            # The group has connections that are closed.
+            raise _over_too_early()
         dist.distributed_c10d._set_pg_timeout(self._timeout)
         self.made += 1
 
@@ -165,6 +168,9 @@ class ProcessGroups:
                 if self.is_over or time.monotonic() > deadline:
                     raise
             else:
+                if self.is_over:
+                    # Perhaps it was connected after the connections were shut down.
+                    raise _over_too_early()
                 store.set_timeout(MAKE_TIMEOUT)
                 return store
 
@@ -177,7 +183,7 @@ class ProcessGroups:
     def _begin(self, sockets: GroupSockets, generation: int) -> None:
         with self._lock:
             if generation <= self._over:
-                raise StepAborted("the world was over before its process group was made")
+                raise _over_too_early()
             self._sockets = sockets
 
     def _drop(self) -> None:
@@ -197,6 +203,9 @@ class ProcessGroups:
             if over.is_orderly or self._sockets is None:
                 return
             self._sockets.shut_down()
+            if dist.distributed_c10d._world.group_count != self._told:
+                # The script's thread perhaps makes one at present.
+                self._sockets.release_maker()
         if self.backend == NCCL:
             # NCCL's abort waits for the device, and this thread answers the daemon meanwhile.
             threading.Thread(target=_abort_groups, name="forged-torch-abort", daemon=True).start()
@@ -210,6 +219,10 @@ def init_process_group(worker: Training, backend: str = GLOO, timeout: dt.timede
     groups = ProcessGroups(worker, backend, timeout)
     groups.open()
     return groups
+
+
+def _over_too_early() -> StepAborted:
+    return StepAborted("the world was over before its process group was made")
 
 
 def _abort_groups() -> None:

@@ -1,7 +1,9 @@
 """The connections of torch's process groups in one world, which are shut down when the world is over.
 
 Gloo releases no rank that waits for a lost one: its `abort`, `shutdown` and `destroy_process_group` return, and the
-collective waits until its timeout. A connection that is shut down ends the wait at both of its ends.
+collective waits until its timeout. A connection that is shut down ends the wait at both of its ends. A rank that makes
+a group may also wait for a connection that a lost rank does not make any more, for five times the timeout; a connection
+to its listening socket in the place of that rank, which is closed at once, ends this wait.
 
 Invariants:
 - Only connections of the world's groups and of its store are shut down: their own port, or that of the other end, is
@@ -16,12 +18,17 @@ import fcntl
 import os
 import socket
 import struct
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 Address = tuple[str, int]
 
+CONNECT_TIMEOUT_S = 0.2
+"""How long a connection to a listening socket of this process may take."""
+PAIR_BYTES = 8
+"""What gloo sends first over a connection: the number of the pair of ranks, at the rank that accepts it."""
 _DESCRIPTORS = Path("/proc/self/fd")
 _INTERNET = (socket.AF_INET, socket.AF_INET6)
 _MAPPED = "::ffff:"
@@ -44,8 +51,9 @@ class GroupSockets:
     `made_before` are the listening sockets of the process before the first group was made.
     """
 
-    def __init__(self, store: frozenset[Address]) -> None:
+    def __init__(self, store: frozenset[Address], world_size: int) -> None:
         self._store = store
+        self._world_size = world_size
         self._made_before = {one.own for one in _tcp_sockets() if one.listens}
         self._peers: frozenset[Address] = frozenset()
         """Where the groups of the other ranks listen."""
@@ -69,6 +77,14 @@ class GroupSockets:
                     end.shutdown(socket.SHUT_RDWR)
                     count += 1
         return count
+
+    def release_maker(self) -> None:
+        """Release this rank from waiting, while it makes a group, for the connections of lost ranks."""
+        for listener in self.listeners():
+            with contextlib.suppress(OSError):
+                for pair in range(self._world_size):
+                    with socket.create_connection(listener, CONNECT_TIMEOUT_S) as end:
+                        end.sendall(pair.to_bytes(PAIR_BYTES, sys.byteorder))
 
     def _is_of_the_world(self, own: Address, peer: Address, own_listeners: set[int]) -> bool:
         return own[1] in own_listeners or peer in self._peers or peer in self._store
