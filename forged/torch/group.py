@@ -10,11 +10,13 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import json
 import os
 import threading
 import time
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Self
 
@@ -114,6 +116,17 @@ class ProcessGroups:
         if topology is not None and not self.is_over:
             self.repeats.count(step, frozenset(worker.id for worker in topology.workers), error)
 
+    @contextlib.contextmanager
+    def entering(self, failure: str) -> Iterator[None]:
+        """An error of a collective while a world is entered sends the worker to the next one."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, StepAborted) or not is_collective_error(error):
+                raise
+            self.count_abort(self._worker.step, error)
+            raise StepAborted(f"{failure}: {error}") from error
+
     def tell_of_groups(self) -> None:
         """Tell the other ranks where this rank's groups listen, if there are new groups. All ranks call it together."""
         made = dist.distributed_c10d._world.group_count
@@ -130,13 +143,8 @@ class ProcessGroups:
 
     def _make(self, topology: ClusterTopology) -> None:
         """Make the group of this world; all its ranks do so together."""
-        try:
+        with self.entering("the process group was not made"):
             self._make_group(topology)
-        except Exception as error:
-            if not is_collective_error(error):
-                raise
-            self.count_abort(self._worker.step, error)
-            raise StepAborted(f"the process group was not made: {error}") from error
 
     def _make_group(self, topology: ClusterTopology) -> None:
         self._drop()

@@ -16,10 +16,12 @@ from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
 import torch
 
 # Optimizers and DistributedDataParallel import it in their first step, for which the other ranks would wait.
 import torch._dynamo
+import torch.distributed as dist
 
 import forged
 from forged.checkpoint import Checkpoints as OpenCheckpoints
@@ -32,11 +34,14 @@ from forged.torch.checkpoints import Checkpoints
 from forged.torch.ddp import ElasticDDP
 from forged.torch.deferred_log import DeferredLog
 from forged.torch.group import GLOO, NCCL, TIMEOUT, ProcessGroups
+from forged.torch.group_state import GroupState, share_first
 from forged.torch.loader import Loader, Shards, indexed
 from forged.torch.run_step import RunStep, StepHooks
 from forged.torch.state import State
 from forged.worker.blocking import Training
 
+REPLICATE, SHARD = "replicate", "shard"
+"""The axes of the mesh of replica groups: over the groups, and inside of one."""
 OnWorld = Callable[[ClusterTopology], object]
 
 
@@ -51,9 +56,9 @@ class Run:
         backend: str = GLOO,
         timeout: dt.timedelta = TIMEOUT,
         *,
-        is_sharded: bool = False,
+        group_state: GroupState | None = None,
     ) -> None:
-        """`is_sharded`: whether each world makes and loads the state anew (`use_sharded`)."""
+        """`group_state`: of a sharded state, which each world makes anew (`use_sharded`), that of the replica group."""
         self.worker = worker
         """The worker, with its events, collectives and `drain`."""
         self.state = state
@@ -75,7 +80,9 @@ class Run:
         """This rank's samples of the step, and those of all ranks."""
         self._step: RunStep | None = None
         self._hooks = StepHooks(self._before_vote, self._groups.count_abort, self._restore)
-        self._is_resumed = is_sharded
+        self._group_state = group_state
+        self._is_resumed = group_state is not None
+        self._mesh: Any = None
         self._steps_before = 0
         """The number of a step, less what the worker counts: a sharded state goes back to its checkpoint."""
 
@@ -168,24 +175,44 @@ class Run:
         return self.step
 
     def use_sharded(self, state: State) -> int:
-        """Train a state whose parts the ranks of this world hold, and load the newest checkpoint into it.
+        """Train a state whose parts the ranks of this world hold, and load its values into it.
 
-        For functions of `on_world`, which make the model anew in each world; `ft.join` has no `state` then. Returns the
-        number of the checkpoint's step, with which the steps go on; 0 if there is none.
+        For functions of `on_world`, which make the model anew in each world; `ft.join` has no `state` then. With
+        replica groups the values are those of the world before, or of another group; otherwise, and in the first world,
+        those of the newest checkpoint. Returns the number of the step with which training goes on.
         """
-        if self._checkpoints is None:
+        assert self._group_state is not None, "ft.join was given a state"
+        is_grouped = self.worker.group_size > 1
+        if self._checkpoints is None and not is_grouped:
             raise RequestRefused(
                 "checkpoints_missing",
                 "a sharded state is lost with its world, and the run has no checkpoints",
-                "pass `checkpoints=ft.Checkpoints(...)` to `ft.join`",
+                "pass `checkpoints=ft.Checkpoints(...)` to `ft.join`, or train replica groups (`group_size`)",
             )
         self.state = self._saved["state"] = state
         self._watch_optimizers()
+        if is_grouped and self._all_have_values():
+            self._steps_before = self._group_state.put_into(state)
+        else:
+            self._begin_sharded(state, is_grouped)
+        if is_grouped:
+            self._group_state.attach(state, self._steps_before)
+        return self.step
+
+    def _all_have_values(self) -> bool:
+        """Whether all ranks hold values for the model of this world; in a job's first worlds some or none do."""
+        assert self._group_state is not None
+        have = np.array([float(self._group_state.has_values)])
+        return bool(self.worker.all_reduce(have, "min")[0])
+
+    def _begin_sharded(self, state: State, is_grouped: bool) -> None:
+        """Load the newest checkpoint; without one, each replica begins with the values of the first."""
         if self._first_position is not None:
             self._saved["loader"].load_state_dict(self._first_position)
-        step = self._checkpoints.resume(self._saved)
+        step = 0 if self._checkpoints is None else self._checkpoints.resume(self._saved)
         self._steps_before = step - self.worker.step
-        return step
+        if is_grouped and not step:
+            share_first(state, self.mesh.get_group(REPLICATE))
 
     def _watch_optimizers(self) -> None:
         for optimizer in self.state.optimizers():
@@ -247,6 +274,17 @@ class Run:
         """Torch's process group of the present world."""
         return self._groups.group
 
+    @property
+    def mesh(self) -> Any:
+        """The device mesh of the present world with replica groups: its axes are `replicate` and `shard`."""
+        if self._mesh is None:
+            raise RequestRefused(
+                "mesh_missing",
+                "the run has no device mesh: it is outside a world, or its workers are no replica groups",
+                "pass `group_size` to `ft.join`, and use the mesh in `run.on_world` or in a step",
+            )
+        return self._mesh
+
     def on_world(self, act: OnWorld) -> OnWorld:
         """Call a function in each world, before its first step, with the process group made; a decorator.
 
@@ -292,6 +330,18 @@ class Run:
 
     def _enter_world(self, topology: ClusterTopology) -> None:
         self._end_meeting()
+        with self._groups.entering("the world was not entered"):
+            self._make_for_world(topology)
+
+    def _make_for_world(self, topology: ClusterTopology) -> None:
+        if self._group_state is not None:
+            self._group_state.detach()
+        if self.worker.group_size > 1:
+            device = "cuda" if self._groups.backend == NCCL else "cpu"
+            sizes = self.worker.replica_count, self.worker.group_size
+            self._mesh = dist.init_device_mesh(device, sizes, mesh_dim_names=(REPLICATE, SHARD))
+            # From here on, collectives on the axes are released when the world is over.
+            self._groups.tell_of_groups()
         for module in self._modules:
             module.enter_world()
         for act in self._on_world:
@@ -299,6 +349,7 @@ class Run:
 
     def _let_go(self) -> None:
         self.worker.world_entered.unsubscribe(self._enter_world)
+        self._mesh = None
         self._end_meeting()
         for module in self._modules:
             module.leave_world()
@@ -332,24 +383,27 @@ def join(
     config: ElasticTrainingConfig | None = None,
     worker_id: str | WorkerId | None = None,
     token: str | None = None,
+    group_size: int | None = None,
     timeout: dt.timedelta = TIMEOUT,
     **options: Any,
 ) -> Run:
     """Take part in the training of a job; a context manager.
 
     Without endpoints, `token` or `job`, those of `$FORGED_ENDPOINT`, `$FORGED_TOKEN` and `$FORGED_JOB` are used.
-    Without a `state` the run has a sharded one (`Run.use_sharded`). `backend` is `gloo` or `nccl`. No collective of
-    torch may take longer than `timeout`. `options` are further ones of `forged.join`.
+    Without a `state` the run has a sharded one (`Run.use_sharded`). `group_size` workers are a replica group, of which
+    each holds a part of the model; without it, those of `forged launch --group-size`. `backend` is `gloo` or `nccl`. No
+    collective of torch may take longer than `timeout`. `options` are further ones of `forged.join`.
     """
-    is_sharded = state is None
-    state = state if isinstance(state, State) else State(rng=not is_sharded, **(state or {}))
+    group_state = GroupState() if state is None else None
+    state = state if isinstance(state, State) else State(rng=group_state is None, **(state or {}))
     worker = forged.join(
         *endpoints,
         job=job,
-        state={"agreement": Agreement(state, backend), "state": state},
+        state={"agreement": Agreement(state, backend), "state": group_state or state},
         config=config,
         worker_id=worker_id,
         token=token,
+        group_size=group_size,
         **options,
     )
-    return Run(worker, state, checkpoints, backend, timeout, is_sharded=is_sharded)
+    return Run(worker, state, checkpoints, backend, timeout, group_state=group_state)

@@ -89,7 +89,7 @@ def _part_of(tensor: Any) -> ShardedArray:
 
     _require_one_box(tensor)
     shape = tuple(tensor.shape)
-    local = _local(tensor)
+    local = local_of(tensor)
     if not local.numel():
         # Also where this rank has no part of the mesh, so that the local tensor has another number of axes.
         nothing = (0,) * len(shape)
@@ -127,7 +127,7 @@ def _is_distributed(value: Any) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
-def _local(tensor: Any) -> torch.Tensor:
+def local_of(tensor: Any) -> torch.Tensor:
     """A tensor itself, or the local one of a DTensor, without its history of operations."""
     if not _is_distributed(tensor):
         return tensor.detach()
@@ -165,7 +165,7 @@ def _from_array(array: Array | ShardedArray, have: Any) -> Any:
         return tensor_of(array)
     else:
         local = array
-    target = _local(have)
+    target = local_of(have)
     if not target.numel() or _is_on(local, target):
         return have
     values = tensor_of(local)

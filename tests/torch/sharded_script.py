@@ -31,16 +31,25 @@ def train(script: Script, reports: Connection) -> None:
         script.endpoint,
         job=script.job,
         worker_id=script.name,
-        checkpoints=ft.Checkpoints(script.checkpoints, every=EVERY, in_background=False),
+        checkpoints=ft.Checkpoints(script.checkpoints, every=EVERY, in_background=False)
+        if script.checkpoints
+        else None,
+        group=script.name[:-1] if script.group_size > 1 else None,
+        group_rank=int(script.name[-1]) if script.group_size > 1 else None,
+        group_size=script.group_size,
         config=config(min_workers=script.size),
     )
-    failure, made, holds = Failure(script, run), {}, script.holds
+    failure, made = Failure(script, run), {}
+    holds_at = {2, script.holds_again} if script.holds else set()
     with run:
 
         @run.on_world
         def shard(topology: Any) -> None:
-            model = made["model"] = model_of(script)
-            mesh = dist.init_device_mesh("cpu", (topology.world_size,))
+            is_grouped = script.group_size > 1
+            # Of groups, the values of the first one count.
+            differs = is_grouped and run.rank >= script.group_size
+            model = made["model"] = model_of(script, seed=int(script.name, 36) if differs else 3)
+            mesh = run.mesh if is_grouped else dist.init_device_mesh("cpu", (topology.world_size,))
             for layer in model:
                 if any(True for _ in layer.parameters()):
                     fully_shard(layer, mesh=mesh)
@@ -51,8 +60,8 @@ def train(script: Script, reports: Connection) -> None:
 
         for step in run.steps(script.total):
             with step:
-                if holds and step == 2:
-                    holds = False
+                if step in holds_at:
+                    holds_at.remove(step)
                     reports.send({"held": int(step)})
                     reports.recv()
                 part = run.share(GLOBAL_BATCH)
@@ -64,4 +73,5 @@ def train(script: Script, reports: Connection) -> None:
                 made["opt"].step()
                 made["opt"].zero_grad()
             reports.send({"step": int(step), "aborted": step.aborted, "size": run.world_size})
-    reports.send({"end": run.step})
+    parts = {name: value.to_local().tolist() for name, value in made["model"].state_dict().items()}
+    reports.send({"end": run.step, "values": parts})

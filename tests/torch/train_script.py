@@ -61,11 +61,15 @@ class Script:
     checkpoints: str = ""
     holds: bool = True
     """Whether the script waits for the test before step 2."""
+    holds_again: int = -1
+    """Another step before which the script waits for the test."""
+    group_size: int = 1
+    """How many workers a replica group has: those whose names differ in the last digit only."""
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-def model_of(script: Script) -> torch.nn.Module:
-    torch.manual_seed(3)
+def model_of(script: Script, seed: int = 3) -> torch.nn.Module:
+    torch.manual_seed(seed)
     noise = [torch.nn.BatchNorm1d(script.width), torch.nn.Dropout(0.25)] if script.has_noise else []
     return torch.nn.Sequential(
         torch.nn.Linear(FEATURES, script.width), torch.nn.Tanh(), *noise, torch.nn.Linear(script.width, 1)
