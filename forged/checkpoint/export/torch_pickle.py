@@ -138,11 +138,13 @@ def _checked(storage: Any, dtype: str | None, offset: Any, shape: Any, strides: 
         raise ValueError("it has no storage")
     if not (_are_counts(shape) and _are_counts(strides) and _is_count(offset) and len(shape) == len(strides)):
         raise ValueError("its shape or its strides are invalid")
+    if len(shape) > AXES_MAX:
+        raise ValueError(f"it has {len(shape)} axes; limit {AXES_MAX}")
     itemsize = dtype_of(dtype).itemsize
     size = storage.elements if storage.dtype is None else storage.elements * dtype_of(storage.dtype).itemsize
     last = offset + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
     volume = math.prod(shape)
-    if len(shape) > AXES_MAX or max(size, volume * itemsize) > SIZE_MAX or (volume and (last + 1) * itemsize > size):
+    if max(size, volume * itemsize) > SIZE_MAX or (volume and (last + 1) * itemsize > size):
         raise ValueError("it lies outside of its storage")
     if volume * itemsize > size:
         raise ValueError("it repeats elements of its storage; call contiguous() before saving it")
@@ -150,7 +152,8 @@ def _checked(storage: Any, dtype: str | None, offset: Any, shape: Any, strides: 
 
 
 def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
+    # Numbers of any size would take hours to multiply.
+    return type(value) is int and 0 <= value <= SIZE_MAX
 
 
 def _are_counts(values: Any) -> bool:

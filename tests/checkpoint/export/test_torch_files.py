@@ -218,6 +218,15 @@ class TestPickles:
         data = archive({"data.pkl": encode({"w": tensor}), "data/0": bytes(24)})
         assert "_rebuild_tensor_v2 has invalid arguments" in refusal(data).message
 
+    @pytest.mark.parametrize(
+        ("shape", "why"),
+        [((1,) * 33, "it has 33 axes; limit 32"), ((1 << 61, 1), "its shape or its strides are invalid")],
+    )
+    def test_shape_that_would_take_long_to_multiply_is_refused_before(self, shape: tuple[int, ...], why: str) -> None:
+        storage = torch_pickle._Outside(("storage", Global("torch", "FloatStorage"), "0", "cpu", 6))
+        tensor = Call(Global("torch._utils", "_rebuild_tensor_v2"), (storage, 0, shape, (0,) * len(shape), False, {}))
+        assert why in refusal(archive({"data.pkl": encode({"w": tensor}), "data/0": bytes(24)})).message
+
     @pytest.mark.parametrize("key", ["0", "../0", "x/../../etc/passwd", ""])
     def test_storage_that_is_no_member_is_refused(self, key: str) -> None:
         data = encode({"w": StoredTensor(key, "float32", (2,))})
