@@ -3,15 +3,24 @@
 Invariants:
 - The line of progress is erased before anything else is printed, and never reaches a pipe.
 - A reader that has gone ends the output, not the training.
+- What workers print moves no cursor and gives the terminal no orders; colours end with their line.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import BinaryIO
 
 ERASE = b"\r\x1b[K"
 OUTPUT, ERRORS = "output", "errors"
+_COLOUR = "\x1b["
+_ORDER = re.compile(
+    r"(\x1b\[[0-9;:]*m)"  # a colour, which stays
+    r"|\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b[ -/]*[0-~]?"  # an escape sequence
+    r"|[\x00-\x08\x0a-\x1f\x7f-\x9f]"  # a control character other than a tab
+)
+_END_OF_COLOURS = "\x1b[0m"
 
 
 class Console:
@@ -26,11 +35,12 @@ class Console:
     def lines(self, rank: int, lines: Sequence[bytes], *, is_error: bool) -> None:
         """Print lines of a worker after its initial rank."""
         if lines:
-            self._write(ERRORS if is_error else OUTPUT, b"".join(b"[%d]: %s\n" % (rank, line) for line in lines))
+            self._write(ERRORS if is_error else OUTPUT, b"".join(b"[%d]: %s\n" % (rank, shown(line)) for line in lines))
 
     def say(self, text: str) -> None:
         """Print a message of the launcher itself."""
-        self._write(ERRORS, f"forged launch: {text}\n".encode(errors="backslashreplace"))
+        lines = text.encode(errors="backslashreplace").split(b"\n")
+        self._write(ERRORS, b"forged launch: " + b"\n".join(map(shown, lines)) + b"\n")
 
     def progress(self, text: str) -> None:
         """Replace the line of progress; empty: erase it."""
@@ -54,3 +64,13 @@ class Console:
             stream.flush()
         except OSError:
             self._streams[name] = None
+
+
+def shown(line: bytes) -> bytes:
+    """A line as it is printed: with its colours, and without other orders to the terminal."""
+    # As text: bytes of a character would become another one if what is between them was removed.
+    text = line.decode(errors="backslashreplace")
+    if not text.isprintable():
+        text = _ORDER.sub(lambda order: order[1] or "", text)
+        text += _END_OF_COLOURS if _COLOUR in text else ""
+    return text.encode(errors="backslashreplace")
