@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from importlib import import_module
 from typing import Any, Protocol
 
 import torch
@@ -46,6 +47,7 @@ class ElasticDDP(torch.nn.Module):
     def __init__(self, module: torch.nn.Module, world: World, *, has_equal_state: bool, **options: Any) -> None:
         """`has_equal_state`: whether all ranks have the same parameters already, so that none need be sent."""
         super().__init__()
+        import_dynamo()
         self.module = module
         self._world = world
         self._options = {"init_sync": not has_equal_state, **options}
@@ -100,6 +102,14 @@ class ElasticDDP(torch.nn.Module):
         _weigh(gradients, self._world)
         work = dist.all_reduce(gradients, group=self._world.group, async_op=True)
         return work.get_future().then(lambda reduced: reduced.value()[0])
+
+
+def import_dynamo() -> None:
+    """Import what wrapping a module, and the first optimizer, would import in a world, where the other ranks wait.
+
+    It takes as long as torch itself, so scripts that need neither in a world are spared it.
+    """
+    import_module("torch._dynamo")
 
 
 def all_reduce_gradients(model: torch.nn.Module | Iterable[torch.nn.Parameter], run: World) -> None:

@@ -18,9 +18,6 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-
-# Optimizers and DistributedDataParallel import it in their first step, for which the other ranks would wait.
-import torch._dynamo
 import torch.distributed as dist
 
 import forged
@@ -31,7 +28,7 @@ from forged.elastic.model import ClusterTopology, WorkerId
 from forged.errors import RequestRefused
 from forged.torch.agreement import Agreement
 from forged.torch.checkpoints import Checkpoints
-from forged.torch.ddp import ElasticDDP
+from forged.torch.ddp import ElasticDDP, import_dynamo
 from forged.torch.deferred_log import DeferredLog
 from forged.torch.group import GLOO, NCCL, TIMEOUT, ProcessGroups
 from forged.torch.group_state import GroupState, share_first
@@ -82,6 +79,8 @@ class Run:
         self._hooks = StepHooks(self._before_vote, self._groups.count_abort, self._restore)
         self._group_state = group_state
         self._is_resumed = group_state is not None
+        if group_state is not None:
+            import_dynamo()
         self._mesh: Any = None
         self._steps_before = 0
         """The number of a step, less what the worker counts: a sharded state goes back to its checkpoint."""

@@ -22,7 +22,14 @@ _NUMBERS = itertools.count()
 def context() -> Any:
     found = multiprocessing.get_context("forkserver")
     found.set_forkserver_preload(
-        [train_script.__name__, loading_script.__name__, "forged.torch.run", "forged.torch.tensors"]
+        [
+            train_script.__name__,
+            loading_script.__name__,
+            "tests.torch.sharded_script",
+            "forged.torch.run",
+            "forged.torch.tensors",
+            "torch._dynamo",
+        ]
     )
     return found
 
