@@ -4,6 +4,8 @@ Invariants:
 - The blocks outlive the daemon: after each reconnection the device is registered, its planned offsets are too, and its
   blocks are asserted again.
 - A block that was evicted is told once, as soon as it is known, and is among the blocks no more.
+- A block is never told as held where another one may be: a cached block is dropped when the daemon restarts, and so is
+  one whose move may have been committed by a daemon that is gone.
 - A block is copied when all moves that its move waits for are committed, and has its new handle when its own one is.
 """
 
@@ -35,6 +37,7 @@ from forged.memory.messages import (
     CompactionPlanned,
     Handle,
     HeldBlock,
+    ListBlocks,
     Move,
     OffsetPlanView,
     Wanted,
@@ -59,7 +62,8 @@ class DeviceMemory:
     """A device of a registered worker, and the worker's blocks in it; an asynchronous context manager.
 
     `copy` moves the bytes of a block from `move.source` to `move.destination`; without it no block moves. `evicted` is
-    called for each cached block that has given way to another one.
+    called for each cached block that has given way to another one, or that a restarted daemon does not have, and for
+    each block whose move the daemon did not answer before it restarted: their content is lost.
     """
 
     def __init__(
@@ -85,6 +89,8 @@ class DeviceMemory:
         self._log = log
         self._blocks: dict[str, HeldBlock] = {}
         self._planned: list[PlannedBlock] = []
+        self._committing: Move | None = None
+        """The move whose commit is not answered."""
         self._lock = anyio.Lock()
         """Held while blocks are asserted or freed: a freed block must not be asserted."""
         self._connection_changed = anyio.Event()
@@ -131,11 +137,17 @@ class DeviceMemory:
         """Change blocks by `pin`, `unpin`, `cache`, `use` or `touch`; refused if one of them was evicted."""
         for page in _pages(self._named(names)):
             handles = [one.handle for one in page]
+            if change == "cache":
+                # From the request on the blocks may give way, whether it is answered or not.
+                for one in page:
+                    self._note_change(one.handle.name, change, content)
             try:
                 await self._asked(
                     partial(self._client.change_blocks, *self._worker, self.name, handles, change, content=content)
                 )
             except RequestRefused as refusal:
+                if change == "cache":
+                    self._not_changed(page)
                 if refusal.code == BLOCK_UNKNOWN:
                     await self._check(one.handle.name for one in page)
                 raise
@@ -147,6 +159,12 @@ class DeviceMemory:
             if name not in self._blocks:
                 raise block_unknown(name)
         return [self._blocks[name] for name in dict.fromkeys(names)]
+
+    def _not_changed(self, before: Iterable[HeldBlock]) -> None:
+        """The daemon has refused to change these blocks."""
+        for one in before:
+            if (held := self._blocks.get(one.handle.name)) is not None and held.handle == one.handle:
+                self._blocks[one.handle.name] = one
 
     def _note_change(self, name: str, change: str, content: str | None) -> None:
         held = self._blocks.get(name)
@@ -185,8 +203,8 @@ class DeviceMemory:
             return
         if known is not None and (known.handle, known.block.offset) == (reply.handle, reply.offset):
             return
-        if known is not None and reply.handle.version <= known.handle.version:
-            # It has not moved: the one that was known has given way.
+        if known is not None and not self._is_moved(known, reply):
+            # The one that was known has given way.
             self._forget(wanted.name)
         request, now = wanted.request, self._clock.wall()
         status = (
@@ -198,6 +216,16 @@ class DeviceMemory:
         )
         held = HeldBlock(reply.handle, self._worker[1], block, wanted.content, wanted.reload_s)
         self._blocks[wanted.name] = held
+
+    def _is_moved(self, known: HeldBlock, reply: Allocated) -> bool:
+        """Whether the block that is told is the known one, after its move that is being committed."""
+        move, handle = self._committing, reply.handle
+        return (
+            move is not None
+            and handle is not None
+            and move.handle == known.handle
+            and (handle.version, reply.offset) == (known.handle.version + 1, move.destination)
+        )
 
     async def _free(self, held: Sequence[HeldBlock]) -> None:
         try:
@@ -282,12 +310,14 @@ class DeviceMemory:
         # By offset, as the daemon enters them faster in this order.
         held = sorted(self._blocks.values(), key=lambda one: one.block.offset)
         try:
-            await self._client.assert_blocks(*self._worker, self.name, held)
+            handles = await self._client.assert_blocks(*self._worker, self.name, held)
         except RequestRefused as refusal:
             if refusal.code != ASSERTION_REFUSED:
                 raise
             await self._assert_each(held)
             await self._client.assert_blocks(*self._worker, self.name, [])
+        else:
+            self._keep(held, handles)
 
     async def _check(self, names: Iterable[str]) -> None:
         """Find out which of these blocks were evicted."""
@@ -298,10 +328,20 @@ class DeviceMemory:
         """Assert blocks one by one; those that the daemon does not have are gone."""
         for one in held:
             try:
-                await self._client.request(AssertBlocks(*self._worker, self.name, [one], more=True))
+                handles = await self._client.request(AssertBlocks(*self._worker, self.name, [one], more=True))
             except RequestRefused as refusal:
                 if refusal.code != ASSERTION_REFUSED:
                     raise
+                self._forget(one.handle.name)
+            else:
+                self._keep([one], handles)
+
+    def _keep(self, asserted: Iterable[HeldBlock], handles: Iterable[Handle]) -> None:
+        """Of the asserted blocks the daemon has those of these handles; the others are gone."""
+        kept = set(handles)
+        for one in asserted:
+            held = self._blocks.get(one.handle.name)
+            if held is not None and held.handle == one.handle and one.handle not in kept:
                 self._forget(one.handle.name)
 
     def _forget(self, name: str) -> None:
@@ -347,7 +387,9 @@ class DeviceMemory:
                     except Exception as error:  # noqa: BLE001 - the block stays where it is
                         self._log.error("a block could not be copied", block=move.handle.name, error=describe(error))
                         return
-                    await self._commit(epoch, move)
+                    if move in await self._open_moves(epoch):
+                        # A daemon that has restarted meanwhile is not asked: its refusal would not tell the place.
+                        await self._commit(epoch, move)
                 if not ready:
                     await anyio.sleep(AGAIN_S)
 
@@ -358,11 +400,35 @@ class DeviceMemory:
 
     async def _commit(self, epoch: int, move: Move) -> None:
         async with self._lock:
-            handle = await self._committed(epoch, move.number)
+            self._committing = move
+            try:
+                handle = await self._committed(epoch, move.number)
+            except RequestRefused:
+                # An attempt that was not answered may have been executed, also by a daemon that is gone.
+                if not await self._is_at_source(move):
+                    self._forget(move.handle.name)
+                raise
+            finally:
+                self._committing = None
             held = self._blocks.get(handle.name)
-            if held is not None:
+            if held is not None and held.handle == move.handle:
                 block = replace(held.block, offset=move.destination)
                 self._blocks[handle.name] = replace(held, handle=handle, block=block)
+
+    async def _is_at_source(self, move: Move) -> bool:
+        """Whether the daemon has the block where it was before the move; one that has restarted has not."""
+        job, own = self._worker[0], (self._worker[1], move.handle, move.source)
+        while True:
+            try:
+                page = await self._client.request(ListBlocks(job, self.name, move.source, 1))
+            except RequestRefused:
+                return False
+            except Unavailable as error:
+                if error.code == CLOSED.code:
+                    raise
+                await anyio.sleep(AGAIN_S)
+            else:
+                return any((one.worker_id, one.handle, one.block.offset) == own for one in page.blocks)
 
     async def _committed(self, epoch: int, number: int) -> Handle:
         """Commit until it is answered: before, it is unknown where the block is."""

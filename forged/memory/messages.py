@@ -25,7 +25,11 @@ PLAN_PAGE_MAX = 4096
 
 
 class Handle(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A block as its owner knows it. The version grows when the block moves: a handle of an older one is refused."""
+    """A block as its owner knows it. A handle of an older version is refused.
+
+    The version grows when the block moves, is greater when a block that was evicted is allocated again, and tells which
+    process had the device.
+    """
 
     name: str
     """Chosen by the owner; unique among its blocks on a device."""
@@ -346,9 +350,13 @@ class ChangeBlocks(Request[Nothing], frozen=True):
 class AssertBlocks(Request[list[Handle]], frozen=True):
     """The blocks that a worker holds on a device, after the daemon has restarted: all of them, in pages with `more`.
 
-    Blocks that overlap others, lie outside of the device, or that the daemon knows differently are refused, by name;
-    nothing of the page is entered then. A worker asserts on the devices of other workers first: the last page for a
-    device of its own ends its assertion on those. Each device of its own waits for its own last page.
+    Blocks that overlap others, lie outside of the device, are on the device of an earlier process, or that the daemon
+    knows differently are refused, by name; nothing of the page is entered then. The answer has the handles of the
+    blocks that the worker has from now on. Cached blocks that the daemon has forgotten are not among them: they may
+    have given way before it restarted, and other workers may have written there.
+
+    A worker asserts on the devices of other workers first: the last page for a device of its own ends its assertion on
+    those. Each device of its own waits for its own last page.
     """
 
     needs: ClassVar[Role] = Role.WORKER
@@ -377,7 +385,10 @@ class PlanCompaction(Request[CompactionPlan], frozen=True):
 
 
 class CommitMove(Request[Handle], frozen=True):
-    """The owner has copied a block: it is at its destination from now on, under a new version."""
+    """The owner has copied a block: it is at its destination from now on, under a new version.
+
+    Ask until it is answered. If the daemon restarts before, the block may be here or there: its content is lost.
+    """
 
     needs: ClassVar[Role] = Role.WORKER
     decides: ClassVar[bool] = False

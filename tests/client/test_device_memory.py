@@ -17,6 +17,7 @@ from forged.client.device_memory import DeviceMemory
 from forged.elastic.messages import JoinJob, LeaveJob
 from forged.elastic.model import WorkerId
 from forged.errors import RequestRefused, Unavailable
+from forged.memory.book.device import first_version
 from forged.memory.messages import HeldBlock, Move, Wanted
 from forged.memory.model import AllocationRequest, BlockStatus, GpuDevice
 from tests.client.daemon_runner import SOON, DaemonRunner
@@ -59,17 +60,20 @@ def memory_of(client: ForgedClient, **more: object) -> DeviceMemory:
     return DeviceMemory(client, JOB, "w0", INCARNATIONS["w0"], DEVICE, **more)  # type: ignore[arg-type]
 
 
-async def test_blocks_are_there_again_after_a_restart_without_a_request(
+async def test_blocks_in_use_are_there_again_after_a_restart_and_cached_ones_have_given_way(
     runner: DaemonRunner, client: ForgedClient
 ) -> None:
-    async with memory_of(client) as memory:
-        await memory.allocate(wanted("a"), wanted("b", cached=True), wanted("c"))
+    told: asyncio.Queue[str] = asyncio.Queue()
+    async with memory_of(client, evicted=lambda block: told.put_nowait(block.handle.name)) as memory:
+        await memory.allocate(wanted("a"), wanted("b"), wanted("c"), wanted("d", cached=True))
         await memory.change("pin", "a")
         await memory.free("c")
         before = places(await held(client))
         assert places(dict(memory.blocks)) == before
-        assert set(before) == {"a", "b"}
+        assert set(before) == {"a", "b", "d"}
         await runner.reopen()
+        assert await told.get() == "d"
+        del before["d"]
         while places(await held(client)) != before:
             await asyncio.sleep(0)
         assert places(dict(memory.blocks)) == before
@@ -125,7 +129,8 @@ async def test_blocks_are_copied_to_make_room_for_a_request_that_waits(client: F
         for name in "bd":
             offset = memory.blocks[name].block.offset
             assert content[offset : offset + SIZE] == name.encode() * SIZE
-        assert sum(memory.blocks[name].handle.version for name in "bd") == 3
+        first = first_version(INCARNATIONS["w0"])
+        assert sum(memory.blocks[name].handle.version - first for name in "bd") == 1
         await memory.free("b", "d", "large")
         assert await held(client) == {}
 
@@ -155,6 +160,49 @@ async def test_commit_is_repeated_until_it_is_answered(client: ForgedClient, mon
         assert answers == 2
 
 
+async def test_block_whose_commit_met_a_restart_is_lost(
+    runner: DaemonRunner, client: ForgedClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = client.commit_move
+
+    async def restarted(*arguments: Any) -> Any:
+        await commit(*arguments)
+        monkeypatch.setattr(client, "commit_move", commit)
+        await runner.reopen()
+        raise Unavailable("connection_lost", "the daemon did not answer", "try again")
+
+    async def copy(move: Move) -> None:
+        """There is no content."""
+
+    monkeypatch.setattr(client, "commit_move", restarted)
+    told: asyncio.Queue[str] = asyncio.Queue()
+    async with memory_of(client, copy=copy, evicted=lambda block: told.put_nowait(block.handle.name)) as memory:
+        await memory.allocate(*map(wanted, "abcd"))
+        await memory.free("a", "c")
+        await memory.allocate(wanted("large", 2), wait_s=HANGS_S)
+        lost = await told.get()
+        assert set(memory.blocks) == {"b", "d", "large"} - {lost}
+        while places(await held(client)) != places(dict(memory.blocks)):
+            await asyncio.sleep(0)
+
+
+async def test_block_is_known_as_cached_before_the_daemon_answers(
+    client: ForgedClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def unanswered(*request: object, **more: object) -> None:
+        raise Unavailable("connection_lost", "the daemon did not answer", "try again")
+
+    async with memory_of(client) as memory:
+        await memory.allocate(wanted("a"), Wanted("b", AllocationRequest("b", SIZE, pinned=True)))
+        with pytest.raises(RequestRefused):
+            await memory.change("cache", "b")
+        assert memory.blocks["b"].block.status is BlockStatus.PINNED
+        monkeypatch.setattr(client, "change_blocks", unanswered)
+        with pytest.raises(Unavailable):
+            await memory.change("cache", "a")
+        assert memory.blocks["a"].block.status is BlockStatus.CACHED
+
+
 async def test_failed_copy_leaves_the_block_where_it_is(client: ForgedClient) -> None:
     failed = asyncio.Event()
 
@@ -168,7 +216,7 @@ async def test_failed_copy_leaves_the_block_where_it_is(client: ForgedClient) ->
         waiting = asyncio.create_task(memory.allocate(wanted("large", 2), wait_s=HANGS_S))
         await failed.wait()
         waiting.cancel()
-        assert {memory.blocks[name].handle.version for name in "bd"} == {1}
+        assert {memory.blocks[name].handle.version for name in "bd"} == {first_version(INCARNATIONS["w0"])}
 
 
 async def test_unknown_block_is_refused_without_a_request(client: ForgedClient) -> None:

@@ -363,7 +363,7 @@ async def test_batch_that_waits_is_told_of_its_first_blocks_as_they_are_at_the_e
             await memory.free(*held[2:])
         found = {one.handle: one.block.offset for one in await memory.blocks()}
         assert [found.get(handle) for handle in handles(got)] == [one.offset for one in got]
-        assert got[0].handle == Handle("moved", 2)
+        assert got[0].handle == Handle("moved", plan.moves[0].handle.version + 1)
 
 
 @on_virtual_time
@@ -838,6 +838,57 @@ async def test_no_block_is_older_than_the_process_that_has_the_device() -> None:
 
 
 @on_virtual_time
+async def test_block_of_an_earlier_process_of_the_device_is_refused() -> None:
+    async with memory_daemon() as memory:
+        await memory.register()
+        await memory.take("a", KIB, worker="w1")
+        (held,) = await memory.blocks()
+    # Another process took the name of w0 before the daemon restarted, and w1 has not heard of it.
+    async with memory_daemon(at_start=("w0", "w1")) as memory:
+        other = memory.workers[JOB, "w0"] = b"2" * 16
+        memory.service.table.begin({JOB: [("w0", other), ("w1", INCARNATION)]})
+        await memory.ask(RegisterDevice(JOB, "w0", other, GpuDevice("gpu0", 64 * KIB)))
+        error = await refused("memory_assertion_refused", memory.assert_blocks(held, worker="w1"))
+        assert "of the process that has the device" in error.message
+
+
+@on_virtual_time
+async def test_cached_block_has_given_way_when_the_daemon_restarts() -> None:
+    async with memory_daemon() as memory:
+        await memory.register()
+        a, _ = await memory.allocate(wanted("a", KIB, cached=True), wanted("b", KIB))
+        held = await memory.blocks()
+    async with memory_daemon(at_start=("w0", "w1")) as memory:
+        await memory.register()
+        assert await memory.assert_blocks(*held) == [held[1].handle]
+        # A block in use is entered, whatever was cached there.
+        in_use = replace(held[0], handle=Handle("c", held[0].handle.version), worker_id="w1")
+        in_use = replace(in_use, block=replace(in_use.block, status=BlockStatus.ALLOCATED))
+        await memory.assert_blocks(in_use, worker="w1")
+        assert a.handle is not None
+        await refused("memory_block_unknown", memory.change("use", a.handle))
+        await memory.free(in_use.handle, worker="w1")
+        again = await memory.take("a", KIB)
+        assert again.offset == a.offset
+        assert again.handle != a.handle
+        await refused("memory_handle_stale", memory.change("use", a.handle))
+
+
+@on_virtual_time
+async def test_block_that_gave_way_and_is_allocated_again_has_another_handle() -> None:
+    async with memory_daemon() as memory:
+        await memory.register()
+        (before,) = await memory.allocate(wanted("a", KIB, cached=True))
+        large = await memory.take("large", 64 * KIB, worker="w1")
+        assert large.handle is not None
+        await memory.free(large.handle, worker="w1")
+        again = await memory.take("a", KIB)
+        assert again.offset == before.offset
+        assert before.handle is not None
+        await refused("memory_handle_stale", memory.change("use", before.handle))
+
+
+@on_virtual_time
 async def test_nothing_is_moved_before_all_blocks_are_asserted() -> None:
     async with memory_daemon() as memory:
         await memory.register()
@@ -871,8 +922,9 @@ async def test_lies_are_refused_by_name_and_change_nothing() -> None:
         await memory.register()
         await memory.assert_blocks(own)
         overlapping = replace(other, worker_id="w1", block=replace(other.block, offset=512))
-        outside = replace(overlapping, handle=Handle("far", 1), block=replace(other.block, offset=1 << 62))
-        of_another = replace(other, handle=Handle("theirs", 1), worker_id="w0")
+        version = own.handle.version
+        outside = replace(overlapping, handle=Handle("far", version), block=replace(other.block, offset=1 << 62))
+        of_another = replace(other, handle=Handle("theirs", version), worker_id="w0")
         true = replace(other, worker_id="w1")
         error = await refused(
             "memory_assertion_refused",
@@ -882,11 +934,10 @@ async def test_lies_are_refused_by_name_and_change_nothing() -> None:
         assert await memory.blocks() == [own]
         await memory.assert_blocks(true, worker="w1")
         # Once it has asserted, the daemon knows better.
-        more = replace(true, handle=Handle("more", 1), block=replace(true.block, offset=8 * KIB))
+        more = replace(true, handle=Handle("more", version), block=replace(true.block, offset=8 * KIB))
         await refused("memory_assertion_refused", memory.assert_blocks(more, worker="w1"))
-        await refused(
-            "memory_assertion_refused", memory.assert_blocks(replace(true, handle=Handle("b", 2)), worker="w1")
-        )
+        moved = replace(true, handle=Handle("b", version + 1))
+        await refused("memory_assertion_refused", memory.assert_blocks(moved, worker="w1"))
         # A worker that came after the start has no blocks to assert.
         await refused("memory_assertion_refused", memory.assert_blocks(replace(more, worker_id=""), worker="w2"))
         assert await memory.assert_blocks(true, worker="w1") == [true.handle]

@@ -2,6 +2,8 @@
 
 Invariants:
 - A page is entered whole or refused whole, and a refusal names every block that is refused, up to a limit.
+- No cached block is entered: it may have given way before the restart, and its content be overwritten.
+- Only blocks of the process that has the device are entered.
 - Only a worker that was registered when the daemon started can assert blocks that the daemon does not know, and only as
   long as the daemon has given away nothing of the device.
 """
@@ -13,14 +15,14 @@ from msgspec.structs import replace
 from forged.errors import ForgedError
 from forged.memory.book import refusals
 from forged.memory.book.allocation import require_content
-from forged.memory.book.device import Device, Moment, Owner, same_place
+from forged.memory.book.device import COUNT_BITS, PROCESS_BITS, Device, Moment, Owner, same_place
 from forged.memory.book.device_table import SIZE_MAX, DeviceTable
 from forged.memory.errors import argument_invalid
 from forged.memory.messages import BATCH_MAX, AssertBlocks, Handle, HeldBlock
 from forged.memory.model import ALIGNMENT_DEFAULT, BlockStatus, MemoryBlock
 from forged.memory.pool.blocks import Block
 
-VERSION_MAX = 1 << 40
+VERSION_MAX = 1 << (PROCESS_BITS + COUNT_BITS)
 
 
 class Assertion:
@@ -30,6 +32,7 @@ class Assertion:
         self._table = table
 
     def assert_blocks(self, request: AssertBlocks, owner: Owner, now: Moment) -> list[Handle]:
+        """The handles of the blocks that the daemon has from now on: cached ones that it forgot have given way."""
         device = self._table.device(request.job, request.device)
         refusals.require_between("blocks", len(request.blocks), 0, BATCH_MAX)
         entered, handles, reasons = list[Block](), list[Handle](), list[str]()
@@ -38,6 +41,8 @@ class Assertion:
                 block, is_new = self._enter(device, owner, held, now)
             except ForgedError as error:
                 reasons.append(f"{held.handle.name[: refusals.NAME_CHARS_MAX]}: {error.message}")
+                continue
+            if block is None:
                 continue
             handles.append(owner.handle(block))
             if is_new:
@@ -54,8 +59,8 @@ class Assertion:
             self._table.asserted(device, owner, now)
         return handles
 
-    def _enter(self, device: Device, owner: Owner, held: HeldBlock, now: Moment) -> tuple[Block, bool]:
-        """The block, and whether the daemon did not know it."""
+    def _enter(self, device: Device, owner: Owner, held: HeldBlock, now: Moment) -> tuple[Block | None, bool]:
+        """The block, and whether the daemon did not know it; None if it has given way."""
         name, asserted = held.handle.name, held.block
         refusals.require_name("name", name)
         require_content(held.content, held.reload_s)
@@ -73,6 +78,12 @@ class Assertion:
             raise argument_invalid("worker_id", held.worker_id, f"{owner.worker_id}, which asserts it")
         if not self._table.may_assert(device, owner):
             raise argument_invalid("block", name, "one that was allocated; the daemon has none of this name")
+        if not device.is_version(held.handle.version):
+            raise argument_invalid("version", held.handle.version, "that of a block of the process that has the device")
+        if asserted.status is BlockStatus.CACHED:
+            # A block that gets its name anew, perhaps at the same offset, has another handle.
+            device.core.first_version = max(device.core.first_version, held.handle.version + 1)
+            return None, False
         block = device.core.claim(
             _as_claimed(owner, held, now),
             version=held.handle.version,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
+from zlib import crc32
 
 from forged.memory.book.attempt import Attempt
 from forged.memory.book.offset_plan import OffsetPlan
@@ -29,6 +30,8 @@ OBTAINABLE_S_PER_BLOCK = 1e-5
 """Of devices with more blocks what can be obtained is looked for so often at most: it takes 0.2 us for each block."""
 WorkerKey = tuple[str, bytes]
 """The id and the incarnation of a worker."""
+PROCESS_BITS, COUNT_BITS = 21, 32
+"""Of the version of a block: for the process that has the device, and for a count; together exact in JSON."""
 
 
 class Moment(NamedTuple):
@@ -96,6 +99,11 @@ class Device:
     _obtainable: int = 0
     _obtained_at: float = -inf
 
+    def is_version(self, version: int) -> bool:
+        """Whether a block of the process that has the device may have this version."""
+        first = first_version(self.owner.incarnation)
+        return version >= first and version >> COUNT_BITS == first >> COUNT_BITS
+
     @property
     def used_bytes(self) -> int:
         return self.core.total - self.core.free_bytes
@@ -162,6 +170,11 @@ class Device:
                 )
             )
         return CompactionPlan(plan.epoch, moves, sum(move.size for move in moves), plan.opens, expires_in_s)
+
+
+def first_version(incarnation: bytes) -> int:
+    """The first version of blocks on the devices of a process: a handle tells which process had the device."""
+    return (crc32(incarnation) >> (32 - PROCESS_BITS) << COUNT_BITS) + 1
 
 
 def held_block(block: Block) -> HeldBlock:

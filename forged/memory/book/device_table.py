@@ -17,7 +17,7 @@ from forged.errors import ForgedError
 from forged.kernel.messages import Fact
 from forged.memory.book import refusals
 from forged.memory.book.attempt import Attempt
-from forged.memory.book.device import Device, Moment, Owner, WorkerKey
+from forged.memory.book.device import Device, Moment, Owner, WorkerKey, first_version
 from forged.memory.book.offset_plan import OffsetPlan
 from forged.memory.messages import (
     PLAN_PAGE_MAX,
@@ -201,13 +201,14 @@ class DeviceTable:
                     raise refusals.device_changed(name, known.core.total, described.total_memory, len(known.core))
                 self.last_epoch = max(self.last_epoch, known.plan_epoch)
                 self._drop_offset_plan(known)
-                known.core = PoolCore(described.total_memory, self.last_epoch)
+                known.core = PoolCore(described.total_memory, self.last_epoch, known.core.first_version)
                 self.changed(known, now)
             known.device = described
             return known
         if not self.device_shares.take(owner.holder):
             raise refusals.devices_full(self.device_shares.shortage(owner.holder))
-        device = Device(owner, name, described, PoolCore(described.total_memory, self.last_epoch))
+        core = PoolCore(described.total_memory, self.last_epoch, first_version(owner.incarnation))
+        device = Device(owner, name, described, core)
         if self._is_awaiting(device):
             device.assert_until = now.monotonic + ASSERT_S
         owner.devices[name] = device

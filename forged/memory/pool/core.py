@@ -4,6 +4,7 @@ Invariants:
 - The blocks and the free stretches between them cover the device, each byte once; no two holes are neighbours.
 - What is refused changes nothing.
 - Nothing is evicted unless a caller asks for it.
+- A block that is evicted and allocated again under its id has a later version than before.
 - While a compaction plan is open, the room that its moves need is free, but in no free list.
 """
 
@@ -32,7 +33,7 @@ EvictionKey = tuple[float, int, int]
 class PoolCore:
     """One device's memory. It has no clock and no lock: times are arguments, and `MemoryPool` has a lock."""
 
-    def __init__(self, total: int, epoch: int = 0) -> None:
+    def __init__(self, total: int, epoch: int = 0, first_version: int = 1) -> None:
         """The epochs of compaction plans are greater than `epoch`."""
         self.total = checked_size("total_memory", total)
         none = cast("Block", None)
@@ -46,6 +47,8 @@ class PoolCore:
         self._allocated_bytes = self._pinned_bytes = self.cached_bytes = 0
         self.pinned_count = 0
         self._last_number = 0
+        self.first_version = first_version
+        """The version of the next block that is allocated."""
         self._epoch = epoch
         self._plan: MovePlan | None = None
         self._open_moves: dict[int, BlockMove] = {}
@@ -98,8 +101,8 @@ class PoolCore:
         made_id = block_id or self._next_id()
         # One call with all fields, by position, takes half the time of setting them one by one.
         block = Block(
-            offset, needed, before, after, None, ALLOCATED, None, made_id, tensor_id, now, now, priority, alignment, 1,
-            owner, content, reload_s,
+            offset, needed, before, after, None, ALLOCATED, None, made_id, tensor_id, now, now, priority, alignment,
+            self.first_version, owner, content, reload_s,
         )  # fmt: skip
         before.after = after.before = block
         self._blocks[made_id] = block
@@ -173,6 +176,7 @@ class PoolCore:
         status = PINNED if request.pinned else CACHED if is_cached else ALLOCATED
         return self.claim(
             MemoryBlock(block_id, offset, needed, status, request.tensor_id, now, now, priority),
+            version=self.first_version,
             owner=owner,
             alignment=alignment,
             content=content,
@@ -292,6 +296,7 @@ class PoolCore:
     def evict_blocks(self, blocks: Iterable[Block]) -> None:
         for block in blocks:
             self.free(block.block_id)
+            self.first_version = max(self.first_version, block.version + 1)
 
     # What there is.
 

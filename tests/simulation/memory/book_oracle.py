@@ -13,6 +13,7 @@ from forged.errors import ForgedError
 from forged.kernel.ledger import FACT_PREFIX
 from forged.kernel.messages import Record
 from forged.kernel.store.port import Transaction
+from forged.memory.book.device import COUNT_BITS, first_version
 from forged.memory.messages import (
     AssertBlocks,
     BlockEvicted,
@@ -32,7 +33,7 @@ from forged.memory.messages import (
     PlanCompaction,
     RegisterDevice,
 )
-from forged.memory.model import BlockStatus
+from forged.memory.model import BlockStatus, MemoryBlock
 from tests.simulation.memory.known_device import (
     Key,
     KnownBlock,
@@ -212,6 +213,7 @@ class BookOracle(StoreOracle):
         """Whether the block is to be accepted; None: the daemon may know better."""
         block, handle = held.block, held.handle
         is_block = block.status is not BlockStatus.FREE and handle.version >= 1 and block.size > 0
+        is_of_process = handle.version - first_version(device.owner[2]) in range(1 << COUNT_BITS)
         known = device.blocks.get(f"{key[1]}:{handle.name}")
         if known is not None and not self._is_gone(known.key):
             if known.is_cached and self._facts_are_limited:
@@ -219,7 +221,7 @@ class BookOracle(StoreOracle):
             return is_block and known.is_held_as(held)
         if device.may_have_more():
             return None
-        if not is_block or block.offset < 0 or block.offset + block.size > device.total:
+        if not is_block or not is_of_process or block.offset < 0 or block.offset + block.size > device.total:
             return False
         if held.worker_id not in ("", key[1]) or not {key, device.owner} <= self.at_start or key in device.asserted:
             return False
@@ -227,10 +229,13 @@ class BookOracle(StoreOracle):
             return False
         if not self._is_asserting(device):
             return None
+        return block.status is BlockStatus.CACHED or self._is_place_free(device, block, page)
+
+    def _is_place_free(self, device: KnownDevice, block: MemoryBlock, page: Sequence[KnownBlock]) -> bool | None:
         if any(one.offset < block.offset + block.size and block.offset < one.end for one in page):
             return None
         in_the_way = device.overlapping(block.offset, block.offset + block.size)
-        if any(one.is_cached or self._is_gone(one.key) for one in in_the_way):
+        if any((one.is_cached and self._facts_are_limited) or self._is_gone(one.key) for one in in_the_way):
             return None
         return not in_the_way
 
@@ -239,24 +244,32 @@ class BookOracle(StoreOracle):
         if device is None:
             self.violated(Promise.ASSERTED, f"{request} is accepted without a device")
             return
-        if handles != [held.handle for held in request.blocks]:
-            self.violated(Promise.ASSERTED, f"{handles} are asserted by {request}")
-        told = self.told[device.job, device.name]
         entered: list[KnownBlock] = []
+        kept = [held.handle for held in request.blocks if held.handle in handles]
+        if handles != kept:
+            self.violated(Promise.ASSERTED, f"{handles} are asserted by {request}")
         for held in request.blocks:
-            name = f"{key[1]}:{held.handle.name}"
             if self._expected(device, key, held, entered) is False:
                 self.violated(Promise.ASSERTED, f"a lie is accepted on {device.name}: {held}")
-            if name in device.blocks:
-                continue
-            was = told.pop(name, None)
-            self.met("a block is asserted" if was is not None else "a lie about free memory is accepted")
-            if not self._gave_way_now(device, name):
+            name, is_kept = f"{key[1]}:{held.handle.name}", held.handle in kept
+            is_there = name in device.blocks or held.block.status is not BlockStatus.CACHED
+            if is_kept != is_there and not device.may_have_more():
+                self.violated(Promise.ASSERTED, f"{held} is {'' if is_kept else 'not '}entered on {device.name}")
+            if name not in device.blocks and self._is_entered(device, name, is_kept=is_kept):
                 entered.append(_as_known(key, held))
         for known in entered:
             self._enter(device, known, "asserted")
         if not request.more:
             self._settle_assertion(device, key)
+
+    def _is_entered(self, device: KnownDevice, name: str, *, is_kept: bool) -> bool:
+        """Whether an asserted block is one of the device from now on."""
+        was = self.told[device.job, device.name].pop(name, None)
+        if not is_kept:
+            self.met("a cached block has given way when the daemon restarts")
+            return False
+        self.met("a block is asserted" if was is not None else "a lie about free memory is accepted")
+        return not self._gave_way_now(device, name)
 
     def _settle_assertion(self, device: KnownDevice, key: Key) -> None:
         device.asserted.add(key)
@@ -274,7 +287,8 @@ class BookOracle(StoreOracle):
         page: list[KnownBlock] = []
         for held in request.blocks:
             expected.append(self._expected(device, key, held, page))
-            page.append(_as_known(key, held))
+            if held.block.status is not BlockStatus.CACHED:
+                page.append(_as_known(key, held))
         if all(expected):
             self.violated(Promise.ASSERTED, f"a worker cannot assert what it has: {error.message}")
         if False in expected:

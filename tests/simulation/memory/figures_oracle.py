@@ -178,12 +178,13 @@ class FiguresOracle(BookOracle):
         if not risen <= device.level <= fallen:
             self.broken(Promise.FACTS, f"{view} is told to be at level {device.level}")
 
-    def check_held(self, key: Key, held: Mapping[tuple[str, str], HeldBlock]) -> None:
-        """What a worker has at the end, it has in the book too."""
+    def check_held(self, key: Key, held: Mapping[tuple[str, str], HeldBlock], *, hears_facts: bool) -> None:
+        """What a worker has at the end, it has in the book too; without facts it does not hear what gave way."""
+        is_told = hears_facts and not self._facts_are_limited
         for (name, _), one in held.items():
             device = self.devices.get((key[0], name))
             known = device.blocks.get(f"{key[1]}:{one.handle.name}") if device is not None else None
-            if one.block.status is not BlockStatus.CACHED and (known is None or not known.is_held_as(one)):
+            if (is_told or one.block.status is not BlockStatus.CACHED) and (known is None or not known.is_held_as(one)):
                 self.broken(Promise.KEPT, f"{key} has {one}, and in the book it is {known}")
 
 

@@ -15,12 +15,13 @@ from forged.kernel.bus.dispatcher import RequestDispatcher
 from forged.kernel.messages import Call, Record, Request
 from forged.memory.book import allocation
 from forged.memory.book.allocation import Allocation
+from forged.memory.book.assertion import Assertion
 from forged.memory.book.attempt import Attempt
 from forged.memory.book.compactions import Compactions
 from forged.memory.book.device import Device, Moment, Owner
 from forged.memory.book.device_table import DeviceTable
 from forged.memory.messages import REQUESTS, AllocateMemory, FreeMemory, HeldBlock, Move, Wanted
-from forged.memory.model import MemoryBlock, PoolStats
+from forged.memory.model import BlockStatus, MemoryBlock, PoolStats
 from forged.memory.pool import compaction
 from forged.memory.pool.blocks import Block
 from forged.memory.pool.core import PoolCore
@@ -29,6 +30,7 @@ from forged.memory.waiting import WaitingQueue
 from tests.simulation.memory.promises import Promise
 
 Mutant = Callable[[], Any]
+USED = BlockStatus.ALLOCATED
 
 
 @contextmanager
@@ -300,6 +302,30 @@ def believe_newcomers() -> Iterator[None]:
 
 
 @contextmanager
+def believe_asserted_cached_blocks() -> Iterator[None]:
+    """A cached block that the daemon has forgotten is entered, though another one may have been written there."""
+    enter = Assertion._enter
+
+    def credulous(self: Assertion, device: Device, owner: Owner, held: HeldBlock, now: Moment) -> Any:
+        if held.block.status is not BlockStatus.CACHED:
+            return enter(self, device, owner, held, now)
+        block, is_new = enter(self, device, owner, replace(held, block=replace(held.block, status=USED)), now)
+        if block is not None:
+            device.core.mark_cached(block.block_id)
+        return block, is_new
+
+    with patch.object(Assertion, "_enter", credulous):
+        yield
+
+
+@contextmanager
+def believe_blocks_of_earlier_processes() -> Iterator[None]:
+    """A block on the device of a process that is gone is entered on the device of the next one."""
+    with patch.object(Device, "is_version", lambda self, version: version > 0):
+        yield
+
+
+@contextmanager
 def serve_in_the_order_of_arrival() -> Iterator[None]:
     """Priorities do not matter to requests that wait."""
     with patch("forged.memory.waiting.rank_of", lambda priority, since: since):
@@ -545,6 +571,8 @@ for mutant, promise in (
     (plan_while_owners_assert, Promise.ASSERTED),
     (believe_late_assertions, Promise.ASSERTED),
     (believe_newcomers, Promise.ASSERTED),
+    (believe_asserted_cached_blocks, Promise.ASSERTED),
+    (believe_blocks_of_earlier_processes, Promise.ASSERTED),
     (serve_in_the_order_of_arrival, Promise.ORDER),
     (never_let_requests_age, Promise.ORDER),
     (serve_what_fits, Promise.ORDER),

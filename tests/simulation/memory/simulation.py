@@ -32,7 +32,7 @@ from tests.simulation.memory.known_device import Key
 from tests.simulation.memory.oracle import MemoryOracle
 from tests.simulation.memory.promises import Promise
 from tests.simulation.memory.times import SHORTER
-from tests.simulation.memory.workers import UNIT, DeviceContent, Seat, Worker
+from tests.simulation.memory.workers import UNIT, DeviceContent, DeviceProcess, Seat, Worker
 from tests.simulation.watched import WatchedSimulation
 
 FAULTS_S = 14.0
@@ -48,6 +48,7 @@ AUDITOR = "auditor"
 MUST_HAPPEN = (
     "a block has its content",
     "a block is asserted",
+    "a cached block has given way when the daemon restarts",
     "a compaction is planned for a request that waits",
     "a copy fails",
     "a device is removed",
@@ -291,7 +292,7 @@ class MemorySimulation(WatchedSimulation):
             process = worker.process
             if process is not None and self.is_registered(*process.me):
                 held = {place: one for place, one in process.held().items() if process.is_there(place)}
-                self.oracle.check_held(process.me, held)
+                self.oracle.check_held(process.me, held, hears_facts=isinstance(process, DeviceProcess))
 
 
 def _seats(random: Random) -> list[Seat]:

@@ -13,7 +13,7 @@ SEEDS = range(12)
 SEEDS_TO_CATCH = range(300)
 SEEDS_TO_COMPARE = (2, 6, 7)
 LIKELY = {
-    "assert_all_blocks_or_none": 69,
+    "assert_all_blocks_or_none": 42,
     "commit_moves_in_any_order": 31,
     "evict_blocks_that_move": 36,
     "forget_to_serve": 56,

@@ -23,11 +23,13 @@ from msgspec.structs import replace
 from forged.client import DeviceMemory, ForgedClient
 from forged.elastic.messages import WorkerFailed, WorkerLeft
 from forged.errors import RequestRefused, Unavailable
+from forged.memory.book.device import first_version
 from forged.memory.messages import (
     Allocated,
     AssertBlocks,
     Handle,
     HeldBlock,
+    ListBlocks,
     Move,
     Wanted,
 )
@@ -190,12 +192,8 @@ class Process(ABC):
         self.written: dict[Place, int] = {}
         """What the process has written to its blocks."""
         self._wanted: dict[Place, Wanted] = {}
-        self._cached_under: dict[Place, int] = {}
-        """The daemon under which a block was marked as cached: another one may not know that it gave way."""
         self._device_process: dict[Place, int] = {}
         """The process that had the device when the block was asked for."""
-        self.copied: dict[Place, Handle] = {}
-        """The handles of blocks that were copied: until their commits are answered, they may be here or there."""
 
     @property
     def device(self) -> GpuDevice:
@@ -204,6 +202,10 @@ class Process(ABC):
     @abstractmethod
     def held(self) -> dict[Place, HeldBlock]:
         """The blocks that the process has, as far as it knows."""
+
+    @abstractmethod
+    def is_committing(self, place: Place) -> bool:
+        """Whether the commit of the block's move is not answered: it may be here or there."""
 
     @abstractmethod
     def opened(self, client: ForgedClient) -> AbstractAsyncContextManager[None]:
@@ -273,12 +275,12 @@ class Process(ABC):
     # What it writes.
 
     def got(self, device: str, wanted: Wanted, reply: Allocated, before: HeldBlock | None) -> None:
-        """Write to a block that is told for the first time; a cached one may have given way before it is told."""
+        """Write to a block that is told for the first time."""
         if reply.handle is None:
             return
         place = device, wanted.name
         is_same = before is not None and (before.handle, before.block.offset) == (reply.handle, reply.offset)
-        if not is_same or before is None or before.block.status is BlockStatus.CACHED:
+        if not is_same:
             self.lost(place)
             if not wanted.cached or wanted.request.pinned:
                 self._write(place, reply.offset, reply.actual_size)
@@ -292,12 +294,6 @@ class Process(ABC):
 
     def lost(self, place: Place) -> None:
         self.written.pop(place, None)
-        self.copied.pop(place, None)
-        self._cached_under.pop(place, None)
-
-    def note_change(self, place: Place, change: str) -> None:
-        if change == "cache":
-            self._cached_under.setdefault(place, self.simulation.starts)
 
     def verify(self, place: Place, before: HeldBlock, asked_at: float) -> None:
         """The daemon has just acknowledged the block: its content is what was written."""
@@ -305,10 +301,10 @@ class Process(ABC):
         after = self.held().get(place)
         if after is None or after.handle != before.handle or now - asked_at > IN_TOUCH_S or not self.is_there(place):
             return
-        if after.handle == self.copied.get(place) or after.block.status is BlockStatus.CACHED:
+        if self.is_committing(place) or after.block.status is BlockStatus.CACHED:
             return
         number, block = self.written.get(place), after.block
-        if self._cached_under.pop(place, simulation.starts) != simulation.starts or number is None:
+        if number is None:
             self._write(place, block.offset, block.size)
             return
         simulation.meet("a block has its content")
@@ -372,20 +368,21 @@ class DeviceProcess(Process):
 
     async def _change(self, change: str, name: str) -> None:
         place, asked_at = (self.seat.device_name, name), self.simulation.loop.time()
-        self.note_change(place, change)
         before = self.memory.blocks[name]
         await self.memory.change(change, name)
         if change in ("use", "touch"):
             self.verify(place, before, asked_at)
 
+    def is_committing(self, place: Place) -> bool:
+        move = self.memory._committing
+        return move is not None and move.handle.name == place[1]
+
     async def _copy(self, move: Move) -> None:
-        place = self.seat.device_name, move.handle.name
         await anyio.sleep(self.random.choice((0.0, 0.02, 0.2, 1.0)))
         if self.random.random() < 0.15:
             self.simulation.meet("a copy fails")
             raise OSError("the device does not answer")
         self.simulation.content.copy(self.seat.job, self.seat.device_name, move)
-        self.copied[place] = move.handle
 
     def _evicted(self, held: HeldBlock) -> None:
         self.simulation.meet("an owner hears that its block gave way")
@@ -400,12 +397,16 @@ class GuestProcess(Process):
     def __init__(self, simulation: MemorySimulation, seat: Seat, incarnation: bytes, random: Random) -> None:
         super().__init__(simulation, seat, incarnation, random)
         self._blocks: dict[Place, HeldBlock] = {}
+        self._committing: Place | None = None
         self._lock = anyio.Lock()
         """Held while blocks are asserted, freed or moved."""
         self._connection_changed = anyio.Event()
 
     def held(self) -> dict[Place, HeldBlock]:
         return self._blocks
+
+    def is_committing(self, place: Place) -> bool:
+        return place == self._committing
 
     @asynccontextmanager
     async def opened(self, client: ForgedClient) -> AsyncIterator[None]:
@@ -462,18 +463,28 @@ class GuestProcess(Process):
 
     async def _assert(self, device: str, held: list[HeldBlock]) -> None:
         try:
-            await self.client.assert_blocks(*self.me, device, held)
+            handles = await self.client.assert_blocks(*self.me, device, held)
         except RequestRefused as refusal:
             if refusal.code != "memory_assertion_refused":
                 raise
             for one in held:
                 try:
-                    await self.client.request(AssertBlocks(*self.me, device, [one], more=True))
+                    kept = await self.client.request(AssertBlocks(*self.me, device, [one], more=True))
                 except RequestRefused as again:
                     if again.code != "memory_assertion_refused":
                         raise
                     self._forget((device, one.handle.name))
+                else:
+                    self._keep(device, [one], kept)
             await self.client.assert_blocks(*self.me, device, [])
+        else:
+            self._keep(device, held, handles)
+
+    def _keep(self, device: str, asserted: list[HeldBlock], handles: list[Handle]) -> None:
+        for one in asserted:
+            held = self._blocks.get((device, one.handle.name))
+            if held is not None and held.handle == one.handle and one.handle not in handles:
+                self._forget((device, one.handle.name))
 
     def _forget(self, place: Place) -> None:
         self._blocks.pop(place, None)
@@ -554,10 +565,17 @@ class GuestProcess(Process):
 
     async def _change(self, change: str, place: Place) -> None:
         before, asked_at = self._blocks[place], self.simulation.loop.time()
-        self.note_change(place, change)
+        if change == "cache":
+            # From the request on the block may give way, whether it is answered or not.
+            asked = replace(before, block=replace(before.block, status=BlockStatus.CACHED))
+            self._blocks[place] = asked
+        else:
+            asked = before
         try:
             await self.client.change_blocks(*self.me, place[0], [before.handle], change)
         except RequestRefused as refusal:
+            if self._blocks.get(place) is asked:
+                self._blocks[place] = before
             if refusal.code == "memory_handle_stale" and self._blocks.get(place) is before:
                 self.simulation.oracle.broken(Promise.MOVES, f"{self.seat.host} does not know where {before} is")
             has_given_way = refusal.code == "memory_block_unknown" and before.block.status is BlockStatus.CACHED
@@ -598,20 +616,43 @@ class GuestProcess(Process):
             held = self._blocks.get(place)
             if held is None or held.handle != move.handle:
                 return
-            self.copied[place] = move.handle
             if not is_early:
                 self.simulation.content.copy(self.seat.job, device, move)
-            while True:
-                # Until it is answered nobody knows where the block is.
-                try:
-                    handle = await self.client.commit_move(*self.me, device, epoch, move.number)
-                except Unavailable:
-                    await anyio.sleep(PATIENCE_S)
-                else:
-                    break
+            self._committing = place
+            try:
+                handle = await self._committed(device, epoch, move)
+            except RequestRefused:
+                if not await self._is_at_source(device, move):
+                    self._forget(place)
+                raise
+            finally:
+                self._committing = None
             self._blocks[place] = replace(held, handle=handle, block=replace(held.block, offset=move.destination))
             if is_early:
                 self.written.pop(place, None)
+
+    async def _committed(self, device: str, epoch: int, move: Move) -> Handle:
+        """Commit until it is answered: before, it is unknown where the block is."""
+        while True:
+            try:
+                return await self.client.commit_move(*self.me, device, epoch, move.number)
+            except Unavailable:
+                await anyio.sleep(PATIENCE_S)
+
+    async def _is_at_source(self, device: str, move: Move) -> bool:
+        """Whether the daemon has the block where it was; an attempt without an answer may have been executed."""
+        while True:
+            try:
+                page = await self.client.request(ListBlocks(self.seat.job, device, move.source, 1))
+            except RequestRefused:
+                return False
+            except Unavailable:
+                await anyio.sleep(PATIENCE_S)
+            else:
+                return any(
+                    (one.worker_id, one.handle, one.block.offset) == (self.seat.worker_id, move.handle, move.source)
+                    for one in page.blocks
+                )
 
     async def _lie(self, device: str) -> None:
         """Assert a block that it never had."""
@@ -619,7 +660,8 @@ class GuestProcess(Process):
         size = UNIT * random.randint(1, 6)
         offset = random.choice((UNIT * random.randrange(total // UNIT), total - UNIT, total, -UNIT))
         block = MemoryBlock("", offset, size, BlockStatus.ALLOCATED, "a lie")
-        handle = Handle("lie", random.choice((1, 1, 7, 0)))
+        first = first_version(self.simulation.incarnation_of(self.seat.job, device.partition("/")[0]))
+        handle = Handle("lie", random.choice((first, first, first + 6, 0)))
         owner = random.choice((self.seat.worker_id, "", "w0"))
         async with self._lock:
             try:
