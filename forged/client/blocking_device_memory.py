@@ -7,7 +7,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from types import TracebackType
@@ -28,7 +28,7 @@ class BlockingDeviceMemory(BlockingFacade[DeviceMemory]):
     """A device of a registered worker, and the worker's blocks in it; a context manager within that of the client.
 
     `copy` moves the bytes of a block from `move.source` to `move.destination`; without it no block moves. `evicted` is
-    called for each cached block that has given way to another one.
+    called for each block that is lost, and `elsewhere` says where else the worker has blocks, as for `DeviceMemory`.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class BlockingDeviceMemory(BlockingFacade[DeviceMemory]):
         *,
         copy: Callable[[Move], object] | None = None,
         evicted: Callable[[HeldBlock], object] = lambda held: None,
+        elsewhere: Sequence[str] = (),
         log: Log = SILENT,
     ) -> None:
         self._loop = client.loop
@@ -60,6 +61,7 @@ class BlockingDeviceMemory(BlockingFacade[DeviceMemory]):
                 device,
                 copy=None if copy is None else self._copied,
                 evicted=lambda held: self._callbacks.submit(self._tell_evicted, held),
+                elsewhere=elsewhere,
                 log=log,
             )
         )

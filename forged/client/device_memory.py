@@ -63,7 +63,8 @@ class DeviceMemory:
 
     `copy` moves the bytes of a block from `move.source` to `move.destination`; without it no block moves. `evicted` is
     called for each cached block that has given way to another one, or that a restarted daemon does not have, and for
-    each block whose move the daemon did not answer before it restarted: their content is lost.
+    each block whose move the daemon did not answer before it restarted: their content is lost. `elsewhere` are the
+    devices of other workers on which the worker has blocks; the program asserts those itself.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class DeviceMemory:
         *,
         copy: Callable[[Move], Awaitable[None]] | None = None,
         evicted: Callable[[HeldBlock], object] = lambda held: None,
+        elsewhere: Sequence[str] = (),
         clock: Clock | None = None,
         log: Log = SILENT,
     ) -> None:
@@ -85,6 +87,7 @@ class DeviceMemory:
         self._device = device
         self._copy = copy
         self._evicted = evicted
+        self._elsewhere = elsewhere
         self._clock = clock or SystemClock()
         self._log = log
         self._blocks: dict[str, HeldBlock] = {}
@@ -310,12 +313,12 @@ class DeviceMemory:
         # By offset, as the daemon enters them faster in this order.
         held = sorted(self._blocks.values(), key=lambda one: one.block.offset)
         try:
-            handles = await self._client.assert_blocks(*self._worker, self.name, held)
+            handles = await self._client.assert_blocks(*self._worker, self.name, held, elsewhere=self._elsewhere)
         except RequestRefused as refusal:
             if refusal.code != ASSERTION_REFUSED:
                 raise
             await self._assert_each(held)
-            await self._client.assert_blocks(*self._worker, self.name, [])
+            await self._client.assert_blocks(*self._worker, self.name, [], elsewhere=self._elsewhere)
         else:
             self._keep(held, handles)
 

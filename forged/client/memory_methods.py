@@ -96,16 +96,27 @@ class MemoryMethods(DaemonMethods):
         await self.request(ChangeBlocks(job, worker_id, incarnation, device, list(handles), change, content))
 
     async def assert_blocks(
-        self, job: str, worker_id: str, incarnation: bytes, device: str, blocks: Sequence[HeldBlock]
+        self,
+        job: str,
+        worker_id: str,
+        incarnation: bytes,
+        device: str,
+        blocks: Sequence[HeldBlock],
+        *,
+        elsewhere: Sequence[str] = (),
     ) -> list[Handle]:
-        """Assert all blocks that a worker holds on a device, after the daemon has restarted."""
+        """Assert all blocks that a worker holds on a device, after the daemon has restarted.
+
+        The handles of those that it has from now on. `elsewhere`: the devices of other workers on which it has still to
+        assert its blocks after it has on its own ones.
+        """
         from forged.memory.messages import BATCH_MAX, AssertBlocks
 
         handles: list[Handle] = []
         for start in range(0, max(len(blocks), 1), BATCH_MAX):
             page = list(blocks[start : start + BATCH_MAX])
             more = start + BATCH_MAX < len(blocks)
-            handles += await self.request(AssertBlocks(job, worker_id, incarnation, device, page, more))
+            handles += await self.request(AssertBlocks(job, worker_id, incarnation, device, page, more, [*elsewhere]))
         return handles
 
     async def plan_compaction(

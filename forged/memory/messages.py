@@ -356,7 +356,7 @@ class AssertBlocks(Request[list[Handle]], frozen=True):
     have given way before it restarted, and other workers may have written there.
 
     A worker asserts on the devices of other workers first: the last page for a device of its own ends its assertion on
-    those. Each device of its own waits for its own last page.
+    those, except on the devices that it names in `elsewhere`. Each device of its own waits for its own last page.
     """
 
     needs: ClassVar[Role] = Role.WORKER
@@ -368,6 +368,8 @@ class AssertBlocks(Request[list[Handle]], frozen=True):
     device: str
     blocks: list[HeldBlock]
     more: bool = False
+    elsewhere: list[str] = []  # noqa: RUF012 - msgspec copies it
+    """The devices of other workers on which the worker has still to assert its blocks."""
 
 
 class PlanCompaction(Request[CompactionPlan], frozen=True):

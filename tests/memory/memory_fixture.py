@@ -119,8 +119,8 @@ class MemoryDaemon:
         handle: Handle = await self.ask(CommitMove(JOB, worker, INCARNATION, GPU, epoch, number))
         return handle
 
-    async def assert_blocks(self, *blocks: HeldBlock, worker: str = "w0", device: str = GPU, more: bool = False) -> Any:
-        return await self.ask(AssertBlocks(JOB, worker, INCARNATION, device, list(blocks), more))
+    async def assert_blocks(self, *blocks: HeldBlock, worker: str = "w0", device: str = GPU, **more: Any) -> Any:
+        return await self.ask(AssertBlocks(JOB, worker, INCARNATION, device, list(blocks), **more))
 
     async def blocks(self, device: str = GPU) -> list[HeldBlock]:
         """All blocks that are held."""

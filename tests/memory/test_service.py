@@ -889,6 +889,22 @@ async def test_block_that_gave_way_and_is_allocated_again_has_another_handle() -
 
 
 @on_virtual_time
+async def test_device_waits_for_a_worker_that_names_it_when_it_asserts_on_its_own() -> None:
+    async with memory_daemon() as memory:
+        await memory.register()
+        await memory.take("a", KIB, worker="w1")
+        (held,) = await memory.blocks()
+    async with memory_daemon(at_start=("w0", "w1")) as memory:
+        await memory.register()
+        await memory.assert_blocks()
+        await memory.register("w1")
+        await memory.assert_blocks(worker="w1", device="w1/gpu0", elsewhere=[GPU])
+        assert [device.assert_until is None for device in memory.devices] == [False, True]
+        await memory.assert_blocks(held, worker="w1")
+        assert [device.assert_until is None for device in memory.devices] == [True, True]
+
+
+@on_virtual_time
 async def test_nothing_is_moved_before_all_blocks_are_asserted() -> None:
     async with memory_daemon() as memory:
         await memory.register()

@@ -35,6 +35,7 @@ class Assertion:
         """The handles of the blocks that the daemon has from now on: cached ones that it forgot have given way."""
         device = self._table.device(request.job, request.device)
         refusals.require_between("blocks", len(request.blocks), 0, BATCH_MAX)
+        refusals.require_between("elsewhere", len(request.elsewhere), 0, self._table.limits.devices_max)
         entered, handles, reasons = list[Block](), list[Handle](), list[str]()
         for held in request.blocks:
             try:
@@ -56,7 +57,7 @@ class Assertion:
             raise refusals.assertion_refused(device.name, reasons)
         self._table.entered(device, entered, owner)
         if not request.more:
-            self._table.asserted(device, owner, now)
+            self._table.asserted(device, owner, request.elsewhere, now)
         return handles
 
     def _enter(self, device: Device, owner: Owner, held: HeldBlock, now: Moment) -> tuple[Block | None, bool]:

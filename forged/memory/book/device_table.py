@@ -84,8 +84,11 @@ class DeviceTable:
         self.set_limits(limits)
         self._at_start: dict[str, set[WorkerKey]] = {}
         """The workers that were registered when the daemon started, and are not gone."""
-        self._unsettled: dict[str, set[WorkerKey]] = {}
-        """Those of them that have asserted on no device of their own yet."""
+        self._unsettled: dict[str, dict[WorkerKey, frozenset[str] | None]] = {}
+        """Those of them that have still to assert, and on which devices of other workers.
+
+        None: on any, as they have asserted on no device of their own yet.
+        """
         self.on_room: Callable[[Device, Moment], None] = lambda device, now: None
         """Called when a device has got room, or its waiting requests may be served for another reason."""
 
@@ -101,7 +104,7 @@ class DeviceTable:
     def begin(self, workers: Mapping[str, Iterable[WorkerKey]]) -> None:
         """The daemon starts: these workers of each job may hold blocks that it does not know."""
         self._at_start = {job: set(keys) for job, keys in workers.items()}
-        self._unsettled = {job: set(keys) for job, keys in self._at_start.items()}
+        self._unsettled = {job: dict.fromkeys(keys) for job, keys in self._at_start.items()}
 
     # Eviction.
 
@@ -313,17 +316,25 @@ class DeviceTable:
         return is_older and owner.key not in device.asserted and not device.has_allocated
 
     def _is_awaiting(self, device: Device) -> bool:
-        """Whether the device's owner, or a worker that has asserted on no device of its own, may assert blocks here."""
+        """Whether the device's owner, or a worker that has not asserted all that it has elsewhere, may do so here."""
         job, owner = device.owner.job, device.owner
         if owner.key not in self._at_start.get(job, ()):
             return False
-        return self.may_assert(device, owner) or not self._unsettled.get(job, set()) <= device.asserted
+        return self.may_assert(device, owner) or any(
+            key not in device.asserted and (elsewhere is None or device.name in elsewhere)
+            for key, elsewhere in self._unsettled.get(job, {}).items()
+        )
 
-    def asserted(self, device: Device, owner: Owner, now: Moment) -> None:
-        """The worker has asserted all of its blocks on the device; on one of its own: on those of other workers too."""
+    def asserted(self, device: Device, owner: Owner, elsewhere: Iterable[str], now: Moment) -> None:
+        """The worker has asserted all of its blocks on the device.
+
+        On one of its own: on those of other workers too, except `elsewhere`.
+        """
         device.asserted.add(owner.key)
         if device.owner is owner:
-            self._unsettled.get(owner.job, set()).discard(owner.key)
+            unsettled = self._unsettled.get(owner.job, {})
+            if owner.key in unsettled:
+                unsettled[owner.key] = frozenset(elsewhere)
         self._settle(self.jobs[owner.job].values() if device.owner is owner else [device], now)
 
     def settle_gone(
@@ -337,7 +348,7 @@ class DeviceTable:
     def _await_no_more(self, job: str, key: WorkerKey, now: Moment) -> None:
         """The worker is gone."""
         self._at_start.get(job, set()).discard(key)
-        self._unsettled.get(job, set()).discard(key)
+        self._unsettled.get(job, {}).pop(key, None)
         self._settle(self.jobs.get(job, {}).values(), now)
 
     def _settle(self, devices: Iterable[Device], now: Moment) -> None:
