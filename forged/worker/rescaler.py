@@ -25,7 +25,7 @@ from forged.clock import Clock
 from forged.elastic.messages import RescaleSynchronising
 from forged.elastic.model import GlobalTrainingState, RescalingEvent, WorkerId, WorkerStatus
 from forged.elastic.rescale.attempt import StopReport, choose_sources, without_state
-from forged.errors import ForgedError, PeerError, Unavailable
+from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable
 from forged.log import Log
 from forged.net.transport.tls import TLS_FAILED
 from forged.worker.collectives.world import World
@@ -158,8 +158,10 @@ class Rescaler:
 
     async def _give_or_take(self, settled: RescaleSynchronising, still: Callable[[], bool]) -> None:
         """Offer the state or take the source's; then fetch the shards, and wait for the commit."""
-        attempt = settled.attempt
-        with self._offering(attempt) if self._is_source(settled) else nullcontext():
+        attempt, is_source = settled.attempt, self._is_source(settled)
+        if is_source:
+            self._require_whole_state()
+        with self._offering(attempt) if is_source else nullcontext():
             if self._is_taker(settled):
                 await self._run(partial(self._take, settled), still)
             if self._shards is not None and still():
@@ -177,6 +179,17 @@ class Rescaler:
         offering = self._exchange.offering(attempt)
         self._progress.holds_state = True
         return offering
+
+    def _require_whole_state(self) -> None:
+        """Refuse to train on, or to give others, a state that is half changed."""
+        if self._progress.is_half_changed:
+            raise RequestRefused(
+                "state_half_changed",
+                f"the script of {self._registration.worker.id} has left a step after its commit, and no other worker"
+                " has a state to give",
+                "restore the state and call `update_training_state` before the next step, or start again from a"
+                " checkpoint",
+            )
 
     def _is_source(self, settled: RescaleSynchronising) -> bool:
         return settled.source_for(self._group_rank).id == self._registration.worker.id
@@ -275,6 +288,8 @@ class Rescaler:
     async def _agree(self, world: World, commit: Commit) -> StateAgreement:
         """Agree on the state; the source gives it to the members that have another one."""
         agreement = await agree(world, self._progress.stop_report, self._group_size)
+        if world.rank in agreement.sources:
+            self._require_whole_state()
         if not agreement.behind:
             return agreement
         # A member that learnt of this world from the daemon's answer may know another attempt.

@@ -314,7 +314,8 @@ class ElasticWorker:
     def update_training_state(self, epoch: int, step: int, learning_rate: float) -> None:
         """Set the training progress. In a world, the steps count themselves; before it, the script sets the number.
 
-        Between two worlds the number of steps does not go back: the daemon has recorded that they are committed.
+        Between two worlds the number of steps does not go back: the daemon has recorded that they are committed. By
+        this call a script that has left a step after its commit says that it has restored its state.
         """
         epoch, step = arguments.count("epoch", epoch), arguments.count("step", step)
         goes_back = self._progress.holds_state and step < self.step
@@ -325,7 +326,7 @@ class ElasticWorker:
                 "set the step only before the first world; `worker.steps()` counts from then on",
             )
         self._progress.learning_rate = arguments.rate("learning_rate", learning_rate)
-        self._progress.epoch, self._progress.step = epoch, step
+        self._progress.epoch, self._progress.step, self._progress.is_half_changed = epoch, step, False
 
     @property
     def slots(self) -> WorkerSlots:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ __all__ = ["client", "endpoint", "scripts"]
 STEPS = 8
 FAILS_AT = 4
 TWO = config(max_workers=2, stability_window_ms=60_000)
+ALONE = config(min_workers=1, max_workers=1)
 
 
 def change_state(worker: Training, step: int) -> None:
@@ -139,6 +141,39 @@ class TestCommit:
         one.result(PATIENCE_S)
         assert other.result(PATIENCE_S) == list(range(STEPS))
         assert past(client, WorkerFailed, JobAborted) == []
+
+    def test_workers_that_all_half_change_their_states_go_on_with_none_of_them(self, scripts: Scripts) -> None:
+        def fails(worker: Training) -> None:
+            for step in worker.steps(STEPS):
+                with contextlib.suppress(ValueError), step:
+                    step.commit()
+                    if step == FAILS_AT:
+                        raise ValueError("a mistake in the optimizer")
+                    change_state(worker, step)
+
+        both = [scripts.start(name, fails, config=TWO) for name in "ab"]
+        for one in both:
+            with pytest.raises(RequestRefused, match="has left a step after its commit"):
+                one.result(PATIENCE_S)
+
+    def test_worker_that_is_alone_goes_on_after_it_has_restored_its_state(self, scripts: Scripts) -> None:
+        def restores(worker: Training) -> int:
+            failed = 0
+            for step in worker.steps(STEPS):
+                try:
+                    with step:
+                        step.commit()
+                        change_state(worker, step)
+                        if step == FAILS_AT and not failed:
+                            raise ValueError("a mistake in the optimizer")
+                except ValueError:
+                    failed += 1
+                    worker.state["chain"][0] = chain_after(worker.step)
+                    worker.update_training_state(0, worker.step, 0.1)
+            assert worker.state["chain"][0] == chain_after(STEPS)
+            return failed
+
+        assert scripts.start("a", restores, config=ALONE).result(PATIENCE_S) == 1
 
     @pytest.mark.parametrize("careful", [True, False], ids=["with step", "without"])
     def test_vote_that_is_refused_aborts_the_step_at_all_ranks(

@@ -75,7 +75,8 @@ class StepErrors:
 
     def give_up_state(self, step: int, why: str) -> None:
         """The script has not finished a step that it has committed: its state is that of no step."""
-        current_world, self._state.progress.holds_state = self._state.current_world, False
+        self._state.progress.give_up_state()
+        current_world = self._state.current_world
         current_world.is_committed = False
         current_world.void_step(
             f"the script of {self._state.worker.id} did not finish step {step} after its commit: {why}"

@@ -45,6 +45,8 @@ class TrainingProgress:
         self.script_state: Any = {} if script_state is None else script_state
         """What the training script gave as its state."""
         self.counters: Counters | None = None
+        self.is_half_changed = False
+        """Whether the script has left a step after its commit, and has neither received nor set a state since."""
         self.begin_session(None)
 
     def begin_session(self, counters: Counters | None) -> None:
@@ -134,6 +136,11 @@ class TrainingProgress:
     def receive_state(self, step: int) -> None:
         """The state is the state source's, to which `step` steps are applied."""
         self.step, self.has_finished, self.holds_state, self.is_stale = step, False, True, False
+        self.is_half_changed = False
+
+    def give_up_state(self) -> None:
+        """The script has left a step after its commit: the state may be that of no step."""
+        self.holds_state, self.is_half_changed = False, True
 
     def distrust_state(self) -> None:
         """The job has gone on without this worker: its state is neither given to others nor kept."""
