@@ -18,7 +18,7 @@ LIKELY = {
     "complete_when_all_have_reached_the_step": 118,
     "fail_whoever_has_not_answered": 167,
     "forget_the_vote": 166,
-    "take_everybody_for_a_holder_of_the_state": 27,
+    "take_everybody_for_a_holder_of_the_state": 106,
     "tell_the_end_of_a_world_late": 171,
 }
 """Where to look first for bugs that show seldom; they may be elsewhere when worlds have changed."""
