@@ -200,6 +200,9 @@ class ProcessGroups:
         self._told = 0
         if dist.is_initialized():
             dist.destroy_process_group()
+        # A group that was not made is counted, too, and the names of groups are their numbers. The ranks find each
+        # other by the name, and the last group may have been made at some of them.
+        dist.distributed_c10d._world.group_count = 0
         self._store = None
 
     # In the worker's thread.
