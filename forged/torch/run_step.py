@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import NamedTuple, NoReturn, Self
 
-from forged.errors import ForgedError
+from forged.errors import ForgedError, describe
 from forged.torch.collective_errors import is_collective_error
 from forged.worker.errors import StepAborted
 from forged.worker.steps.step_loop import Step
@@ -101,6 +101,6 @@ class RunStep(int):
         self._hooks.count_abort(int(self), error)
         if isinstance(error, StepAborted):
             return error
-        void = StepAborted(f"a collective of torch failed: {str(error).splitlines()[0]}")
+        void = StepAborted(f"a collective of torch failed: {describe(error).splitlines()[0]}")
         void.__cause__ = error
         return void
