@@ -67,6 +67,7 @@ async def _launch_with_daemon(
         directory = temporary or daemon.directory
         assert directory is not None
         async with _own_daemon(directory, console, guard) as endpoint:
+            console.say(f"job {plan.job}: FORGED_ENDPOINT={endpoint} forgectl jobs watch {plan.job}")
             return await _launch(plan, [endpoint], None, restart_job, log_dir, console, guard)
 
 

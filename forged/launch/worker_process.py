@@ -13,7 +13,7 @@ import os
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 import anyio
 
@@ -27,13 +27,48 @@ OUTPUT_ENDS_WITHIN_S = 2.0
 """After the end of the process; a process that has left its group may hold the output open."""
 
 
+class Output(NamedTuple):
+    """A pipe with the output of a process.
+
+    Not one of asyncio's own: before Python 3.12.4 asyncio tells the end of a process only when its pipes end,
+    and what the process has started, such as loading processes, may hold them open.
+    """
+
+    reader: asyncio.StreamReader
+    transport: asyncio.ReadTransport
+    written: int
+    """The descriptor for the process."""
+
+    @classmethod
+    async def open(cls) -> Self:
+        """A pipe; `written` is closed here when the process has it."""
+        read, written = os.pipe()
+        reader = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read, "rb", 0)
+        )
+        return cls(reader, transport, written)
+
+    def close(self) -> None:
+        """Read no more."""
+        self.transport.close()
+
+
 class WorkerProcess:
     """A worker that runs; made by `start`."""
 
     def __init__(
-        self, process: asyncio.subprocess.Process, rank: int, console: Console, log: Path | None, guard: Guard
+        self,
+        process: asyncio.subprocess.Process,
+        outputs: Sequence[Output],
+        *,
+        rank: int,
+        console: Console,
+        log: Path | None,
+        guard: Guard,
     ) -> None:
         self._process = process
+        self._outputs = outputs
         self._rank = rank
         self._console = console
         self._log = log
@@ -52,16 +87,25 @@ class WorkerProcess:
         guard: Guard,
     ) -> Self:
         """Start a worker that the kernel kills when this process dies."""
-        process = await asyncio.create_subprocess_exec(
-            *parent_death.command(os.getpid(), command),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env=environment,
-            start_new_session=True,
-        )
+        outputs = [await Output.open(), await Output.open()]
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *parent_death.command(os.getpid(), command),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=outputs[0].written,
+                stderr=outputs[1].written,
+                env=environment,
+                start_new_session=True,
+            )
+        except BaseException:
+            for output in outputs:
+                output.close()
+            raise
+        finally:
+            for output in outputs:
+                os.close(output.written)
         guard.add(process.pid)
-        return cls(process, rank, console, log, guard)
+        return cls(process, outputs, rank=rank, console=console, log=log, guard=guard)
 
     @property
     def pid(self) -> int:
@@ -81,14 +125,16 @@ class WorkerProcess:
         """Pass its output on until it has ended; returns its exit code."""
         try:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._pass_on, self._process.stdout, False)  # noqa: FBT003
-                tasks.start_soon(self._pass_on, self._process.stderr, True)  # noqa: FBT003
+                for output, is_error in zip(self._outputs, (False, True), strict=True):
+                    tasks.start_soon(self._pass_on, output.reader, is_error)
                 code = await self._process.wait()
                 self._guard.remove(self.pid)
                 tasks.cancel_scope.deadline = anyio.current_time() + OUTPUT_ENDS_WITHIN_S
         finally:
             if self.code is None:
                 self.kill()
+            for output in self._outputs:
+                output.close()
         return code
 
     def send(self, number: signal.Signals) -> None:
@@ -102,8 +148,7 @@ class WorkerProcess:
         if self.code is None:
             kill_group(self.pid)
 
-    async def _pass_on(self, stream: asyncio.StreamReader | None, is_error: bool) -> None:
-        assert stream is not None
+    async def _pass_on(self, stream: asyncio.StreamReader, is_error: bool) -> None:
         lines = Lines(self._last)
         try:
             while data := await stream.read(READ_BYTES):

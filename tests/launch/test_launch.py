@@ -109,6 +109,13 @@ def test_nothing_outlives_a_killed_launcher(tmp_path: Path) -> None:
             os.close(descriptor)
 
 
+def test_failed_worker_is_restarted_though_its_child_holds_the_output(endpoint: str) -> None:
+    command = "sleep 1000 & exit 5"
+    code, lines = run("--max-restarts", "1", "--endpoint", endpoint, "--job", "held", "--", "bash", "-c", command)
+    assert code == 1
+    assert any("starts again" in line for line in lines)
+
+
 def test_crash_loop_ends_with_the_last_lines_of_the_worker(endpoint: str, tmp_path: Path) -> None:
     script = tmp_path / "broken.py"
     script.write_text("import os\nprint('restart', os.environ['TORCHELASTIC_RESTART_COUNT'])\nraise ValueError('lr')\n")
