@@ -58,6 +58,11 @@ class Loader:
             # They begin now, with nothing to load.
             iter(self._loader)
 
+    def __len__(self) -> int:
+        """The steps of an epoch: `run.steps(epochs * len(loader))`."""
+        total, batch = self.sampler.total, self.sampler.global_batch
+        return total // batch if self.sampler.drop_last else -(-total // batch)
+
     def next(self) -> Any:
         """The batch of the present step; call it once in each step."""
         worker = self._run.worker
