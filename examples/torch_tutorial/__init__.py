@@ -1,0 +1,1 @@
+"""Short programs that use forged; each is a whole script."""
