@@ -103,13 +103,13 @@ def events_of_training(example: str, directory: Path) -> str:
         ("docs/elastic.md", "world_over"),
         ("docs/elastic.md", "step.commit()"),
         ("docs/elastic.md", "begin_step"),
-        ("docs/elastic.md", "group_rank"),
+        ("docs/elastic.md", '["part"]'),
         ("docs/checkpoint.md", RESUMES),
     ],
 )
 def test_training_example_of_a_page_trains(page: str, joins: str, tmp_path: Path) -> None:
-    others = {"drain", "JobEnded", "standstill", "world_over", "begin_step", "group_rank", RESUMES} - {joins}
-    others |= set() if joins in ("step.commit()", "group_rank") else {"step.commit()"}
+    others = {"drain", "JobEnded", "standstill", "world_over", "begin_step", '["part"]', RESUMES} - {joins}
+    others |= set() if joins in ("step.commit()", '["part"]') else {"step.commit()"}
     examples = [block for block in blocks(ROOT / page, "python") if joins in block]
     [example] = [block for block in examples if not any(other in block for other in others)]
     assert "JobCompleted" in events_of_training(example, tmp_path)
