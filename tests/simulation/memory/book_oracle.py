@@ -461,6 +461,19 @@ class BookOracle(StoreOracle):
             if plan.done[request.number] != handle:
                 self.violated(Promise.MOVES, f"{request} is answered by {handle}, and was by {plan.done}")
 
+    def _not_committed(self, request: CommitMove, error: ForgedError) -> None:
+        """A commit that was executed is answered again, until the next plan, as long as the block is where it moved."""
+        device = self._device(request)
+        plan = None if device is None else device.plan or device.last_plan
+        if device is None or plan is None or plan.epoch != request.epoch or self._is_gone(key_of(request)):
+            return
+        handle = plan.done.get(request.number)
+        known = None if handle is None else device.blocks.get(f"{request.worker_id}:{handle.name}")
+        if known is None or handle is None or known.version != handle.version or known.key != key_of(request):
+            return
+        if not (known.is_cached and self._facts_are_limited):
+            self.violated(Promise.MOVES, f"{request} is refused, and {known} has moved: {error.message}")
+
     def _moved(self, device: KnownDevice, move: Move, handle: Handle) -> None:
         known = device.blocks.get(id_of(move))
         if (known is None and device.may_have_more()) or self._gave_way_now(device, id_of(move)):

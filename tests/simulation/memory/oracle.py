@@ -66,7 +66,7 @@ class MemoryOracle(FiguresOracle):
             ChangeBlocks: (self._changed, self._not_changed),
             AssertBlocks: (self._asserted, self._not_asserted),
             PlanCompaction: (self._planned, self._ignored),
-            CommitMove: (self._committed, self._ignored),
+            CommitMove: (self._committed, self._not_committed),
             ListDevices: (self._listed_devices, self._ignored),
             ListBlocks: (self._listed_blocks, self._ignored),
             FindFit: (self._found_fit, self._ignored),
