@@ -15,7 +15,7 @@ SEEDS_TO_COMPARE = (2, 6, 7)
 LIKELY = {
     "assert_all_blocks_or_none": 42,
     "commit_moves_in_any_order": 31,
-    "evict_blocks_that_move": 36,
+    "evict_blocks_that_move": 32,
     "forget_to_serve": 56,
     "never_end_a_plan": 31,
     "serve_in_the_order_of_arrival": 19,
