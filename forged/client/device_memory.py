@@ -96,7 +96,8 @@ class DeviceMemory:
         """The move whose commit is not answered."""
         self._lock = anyio.Lock()
         """Held while blocks are asserted or freed: a freed block must not be asserted."""
-        self._connection_changed = anyio.Event()
+        self._needs_restoring = anyio.Event()
+        """Set when the connection has changed, and when it is unknown whether blocks are freed."""
         self._owner = OwnerTask(self._running())
 
     async def __aenter__(self) -> Self:
@@ -129,12 +130,21 @@ class DeviceMemory:
         return replies
 
     async def free(self, *names: str) -> None:
-        """Free blocks; those that were evicted meanwhile are free already."""
+        """Free blocks; those that were evicted meanwhile are free already.
+
+        After an error the blocks may be free: they are asserted again, and `evicted` is called for those that are.
+        """
         async with self._lock:
             for page in _pages(self._named(names)):
                 for one in page:
                     self._blocks.pop(one.handle.name, None)
-                await self._free(page)
+                try:
+                    await self._free(page)
+                except BaseException:
+                    for one in page:
+                        self._blocks.setdefault(one.handle.name, one)
+                    self._needs_restoring.set()
+                    raise
 
     async def change(self, change: str, *names: str, content: str | None = None) -> None:
         """Change blocks by `pin`, `unpin`, `cache`, `use` or `touch`; refused if one of them was evicted."""
@@ -238,15 +248,7 @@ class DeviceMemory:
                 for one in held:
                     await self._free([one])
             elif refusal.code not in (BLOCK_UNKNOWN, DEVICE_UNKNOWN):
-                self._put_back(held)
                 raise
-        except Unavailable:
-            self._put_back(held)
-            raise
-
-    def _put_back(self, held: Iterable[HeldBlock]) -> None:
-        for one in held:
-            self._blocks.setdefault(one.handle.name, one)
 
     async def _asked(self, ask: Callable[[], Awaitable[T]]) -> T:
         """The reply; a daemon that has restarted gets the device and the blocks first."""
@@ -269,26 +271,26 @@ class DeviceMemory:
                 client.connection_listeners.append(self._note_connection)
                 try:
                     tasks.start_soon(self._listen, stream)
-                    tasks.start_soon(self._restore_after_reconnections)
+                    tasks.start_soon(self._restore_when_needed)
                     yield
                 finally:
                     client.connection_listeners.remove(self._note_connection)
                     tasks.cancel_scope.cancel()
 
     def _note_connection(self) -> None:
-        self._connection_changed.set()
+        self._needs_restoring.set()
 
-    async def _restore_after_reconnections(self) -> None:
+    async def _restore_when_needed(self) -> None:
         while True:
-            await self._connection_changed.wait()
-            self._connection_changed = anyio.Event()
+            await self._needs_restoring.wait()
+            self._needs_restoring = anyio.Event()
             if not self._client.connected:
                 continue
             try:
                 await self._restore()
             except Unavailable:
                 await anyio.sleep(AGAIN_S)
-                self._connection_changed.set()
+                self._needs_restoring.set()
             except ForgedError as error:
                 # Such as that the worker is registered no more: its next request is refused too.
                 self._log.warning("a device could not be registered again", device=self.name, error=describe(error))

@@ -256,6 +256,48 @@ async def test_blocks_that_could_not_be_freed_are_still_held(
         assert await held(client) == {}
 
 
+async def test_blocks_that_are_freed_without_an_answer_are_told(
+    client: ForgedClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = client.free_memory
+    told: asyncio.Queue[str] = asyncio.Queue()
+
+    async def unanswered(*arguments: Any) -> None:
+        await free(*arguments)
+        raise Unavailable("store_full", "the disk of the store is full", "try again")
+
+    async with memory_of(client, evicted=lambda block: told.put_nowait(block.handle.name)) as memory:
+        await memory.allocate(*map(wanted, "abc"))
+        monkeypatch.setattr(client, "free_memory", unanswered)
+        with pytest.raises(Unavailable):
+            await memory.free("a", "b")
+        assert {await told.get(), await told.get()} == {"a", "b"}
+        assert places(dict(memory.blocks)) == places(await held(client))
+        assert set(memory.blocks) == {"c"}
+
+
+async def test_blocks_after_one_that_could_not_be_freed_are_still_held(
+    client: ForgedClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = client.free_memory
+
+    async def fail_one_by_one(*arguments: Any) -> None:
+        if [handle.name for handle in arguments[-1]] == ["b"]:
+            raise Unavailable("daemon_away", "the daemon is away")
+        await free(*arguments)
+
+    told: asyncio.Queue[str] = asyncio.Queue()
+    async with memory_of(client, evicted=lambda block: told.put_nowait(block.handle.name)) as memory:
+        await memory.allocate(*map(wanted, "abc"))
+        # So that the blocks are freed one by one.
+        await free(JOB, "w0", INCARNATIONS["w0"], GPU, [memory.blocks["a"].handle])
+        monkeypatch.setattr(client, "free_memory", fail_one_by_one)
+        with pytest.raises(Unavailable):
+            await memory.free(*"abc")
+        assert await told.get() == "a"
+        assert set(memory.blocks) == set(await held(client)) == {"b", "c"}
+
+
 async def test_memory_closes_after_its_client(runner: DaemonRunner, client: ForgedClient) -> None:
     async with ForgedClient(runner.endpoint, reconnect=SOON) as other:
         memory = memory_of(other)
