@@ -449,6 +449,9 @@ class GuestProcess(Process):
             held = [one for (name, _), one in self._blocks.items() if name == device]
             while device != self.seat.device_name or self.seat.units:
                 try:
+                    if self.simulation.has_liar and self.random.random() < 0.5:
+                        # Before its own assertion a lie can be accepted.
+                        await self._lie(device)
                     await self._assert(device, held)
                 except RequestRefused as refusal:
                     if refusal.code != "memory_device_unknown":
@@ -499,7 +502,8 @@ class GuestProcess(Process):
         if chance < 0.2:
             await self._compact(device)
         elif chance < 0.25 and self.simulation.has_liar:
-            await self._lie(device)
+            async with self._lock:
+                await self._lie(device)
         elif not places or chance < 0.6:
             await self._allocate(device)
         elif chance < 0.75:
@@ -663,12 +667,11 @@ class GuestProcess(Process):
         first = first_version(self.simulation.incarnation_of(self.seat.job, device.partition("/")[0]))
         handle = Handle("lie", random.choice((first, first, first + 6, 0)))
         owner = random.choice((self.seat.worker_id, "", "w0"))
-        async with self._lock:
-            try:
-                await self.client.request(AssertBlocks(*self.me, device, [HeldBlock(handle, owner, block)], more=True))
-            except RequestRefused as refusal:
-                if refusal.code not in ("memory_assertion_refused", *EXPECTED_REFUSALS):
-                    raise
-            else:
-                with self.excused():
-                    await self.client.free_memory(*self.me, device, [handle])
+        try:
+            await self.client.request(AssertBlocks(*self.me, device, [HeldBlock(handle, owner, block)], more=True))
+        except RequestRefused as refusal:
+            if refusal.code not in ("memory_assertion_refused", *EXPECTED_REFUSALS):
+                raise
+        else:
+            with self.excused():
+                await self.client.free_memory(*self.me, device, [handle])
