@@ -133,7 +133,7 @@ MUTANTS: Mapping[str, Mutation | str] = {
     ),
     "Synchronous/Asynchronous: Supports both modes based on configuration": Edit(
         "forged/elastic/coordinator/rescaling.py",
-        "and not (job.config.use_synchronous_rescaling or with_data):",
+        "and not (must_stop or with_data):",
         "and not (job.config.min_workers or with_data):",
     ),
     "Worker can connect to coordinator and register successfully": Edit(

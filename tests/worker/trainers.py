@@ -98,7 +98,8 @@ class Trainer:
 
     async def steps(self) -> None:
         """The training loop inside the session."""
-        while (step := await self.worker.begin_step(self.group.total)) is not None:
+        while (begun := await self.worker.begin_step(self.group.total)) is not None:
+            step = int(begun)
             assert self.chain == chain_after(step), f"{self.name} does not have the state after {step} steps"
             committed = CommittedStep(self.worker.generation, self.worker.rank, self.worker.world_size, step)
             if self.before_step is not None:

@@ -259,7 +259,7 @@ class TestUnknownWords:
                 "'J' is no verb of `forgectl data`, which needs one of ls, show, audit; for example"
                 " `forgectl data show --job JOB`",
             ),
-            ("workers w1", "one of ls, show, drain, evict; for example `forgectl workers show WORKER`"),
+            ("workers w1", "one of ls, show, drain, evict, stack; for example `forgectl workers show WORKER`"),
             ("tokens 1", "one of ls, create, revoke; for example `forgectl tokens ls`"),
             ("jbos ls", "'jbos' is no command of `forgectl`, which needs one of ping, status, handlers,"),
         ],

@@ -37,8 +37,8 @@ def commit_without_waiting_for_data() -> Iterator[None]:
     """Wait only for the workers that need the state."""
     settle = Attempt.synchronise
 
-    def hasty(self: Attempt, with_data: Collection[str] = ()) -> None:
-        settle(self)
+    def hasty(self: Attempt, with_data: Collection[str] = ()) -> bool:
+        return settle(self)
 
     with patch.object(Attempt, "synchronise", hasty):
         yield

@@ -12,11 +12,12 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from forged.elastic.coordinator import completion, failures, operations, records, rescaling
+from forged.elastic.coordinator import completion, failures, operations, records
 from forged.elastic.coordinator.job_coordinator import JobCoordinator
 from forged.elastic.coordinator.job_state import JobState
 from forged.elastic.coordinator.step_witnesses import StepWitnesses
 from forged.elastic.failure_detector import detector, timeouts
+from forged.elastic.membership import world_membership
 from forged.elastic.membership.member import Member, death_evidence
 from forged.elastic.membership.world_membership import WorldMembership
 from forged.elastic.phases import Phase
@@ -184,7 +185,7 @@ def turn_the_ranks_around() -> Iterator[None]:
     def around(old: Sequence[str], staying: Collection[str], joining: Iterable[str]) -> tuple[str, ...]:
         return (*(worker for worker in reversed(old) if worker in staying), *joining)
 
-    with patch.object(rescaling, "assign_ranks", around):
+    with patch.object(world_membership, "assign_ranks", around):
         yield
 
 
